@@ -57,7 +57,7 @@ def _call_all() -> None:
         tiles = encode([update], np.zeros_like(values), runs, threads=1).tiles
         decode([(tiles, runs)], 1.0, [np.zeros_like(values)], threads=1)
         encode([np.where(values, np.float32(np.nan), values)], np.zeros_like(values), runs, threads=1)
-        histogram([update], runs.lengths)
+        histogram([update])
 
 
 def check(update: Sequence[Float32Array], runs: Runs, threads: int | None = None) -> int:
@@ -176,39 +176,27 @@ def encode(
     return Encoded(tiles, total[:, 0], total[:, 1:], -1)
 
 
-def histogram(update: Sequence[Float32Array], lengths: Int64Array) -> Int64Array:
+def histogram(update: Sequence[Float32Array]) -> Int64Array:
     """Count an update's elements by absolute value.
 
     Args:
-        update: contiguous float32 arrays, read as one vector.
-        lengths: int64[R], number of elements of each run.
+        update: contiguous float32 arrays.
 
     Returns:
-        int64[R, 2048]: number of elements of each run by the float32 bits of their absolute value >> 20.
+        int64[2048]: number of elements by the float32 bits of their absolute value >> 20.
 
     Raises:
         TypeError: if an array is not float32.
-        ValueError: if an array is not contiguous, or if `lengths` do not add up.
+        ValueError: if an array is not contiguous.
 
     Example:
-        >>> np.flatnonzero(histogram([np.array([0, -1, 1], np.float32)], np.array([3])))
+        >>> np.flatnonzero(histogram([np.array([0, -1, 1], np.float32)]))
         array([   0, 1016])
     """
-    n = int(locate(update, "update")[:, SIZE].sum())
-    if (lengths < 1).any() or int(lengths.sum()) != n:
-        raise ValueError(f"lengths: expected at least 1 each, {n} in all, got {lengths}.")
-    bins = np.zeros((len(lengths), 2048), np.int64)
-    flat = [u.reshape(-1).view(np.uint32) for u in update if u.size]
-    run, left = 0, int(lengths[0]) if len(lengths) else 0
-    for values in flat:
-        first = 0
-        while first < values.size:
-            some = values[first : first + left]
-            cpu_scan.add_histogram(some, bins[run])
-            first, left = first + some.size, left - some.size
-            if not left and run + 1 < len(lengths):
-                run += 1
-                left = int(lengths[run])
+    locate(update, "update")
+    bins = np.zeros(2048, np.int64)
+    for values in update:
+        cpu_scan.add_histogram(values.reshape(-1).view(np.uint32), bins)
     return bins
 
 

@@ -66,7 +66,7 @@ KERNELS = {
         cuda_encode.accumulate,
         (_TABLE, int64[::1], *[float32[::1]] * 2, uint32[::1], int64[::1], float32, float32),
     ),
-    "histogram": (cuda_encode.histogram, (_TABLE, _TABLE, float32)),
+    "histogram": (cuda_encode.histogram, (_TABLE, int64[::1], float32)),
     "subtract": (cuda_encode.subtract, (float32[::1], float32[::1])),
     "count": (cuda_encode.count, (uint32[::1], int64[::1], int64[::1], int64, int64)),
     "plan_tiles": (cuda_encode.plan_tiles, (*[int64[::1]] * 7, _TABLE, int64[::1], *[int64] * 5)),
@@ -357,34 +357,31 @@ def check(update: Sequence[object], runs: Runs, stream: StreamLike = None) -> in
     return -1 if fault == NO_FAULT else fault
 
 
-def histogram(
-    update: Sequence[object], lengths: Int64Array, lookahead: float = 0.0, stream: StreamLike = None
-) -> Int64Array:
+def histogram(update: Sequence[object], lookahead: float = 0.0, stream: StreamLike = None) -> Int64Array:
     """Count the elements of (1 + lookahead) * update by absolute value.
 
     Args:
         update: C-contiguous float32 arrays on the GPU, read as one vector of n elements.
-        lengths: int64[R], number of elements of each run.
         lookahead: see `encode`.
         stream: see the module.
 
     Returns:
-        The result of `cpu.histogram`, int64[R, 2048], in host memory.
+        The result of `cpu.histogram`, int64[2048], in host memory.
 
     Raises:
         TypeError: if an array is not on a GPU or not float32.
-        ValueError: if an array is not contiguous, or if `lengths` do not add up.
+        ValueError: if an array is not contiguous.
     """
     stream = as_stream(stream)
     where, n = _locate(update, "update", stream)
-    runs = Runs(lengths, np.ones(len(lengths), np.float32))
-    check_runs(runs, n, "update")
-    bins = np.zeros((len(lengths), cuda_encode.BINS), np.int64)
+    bins = np.zeros(cuda_encode.BINS, np.int64)
     if n == 0:
         return bins
     on_device = cuda.to_device(bins, stream)
     cuda_encode.histogram[_grid(n, cuda_encode.SPAN), cuda_encode.THREADS, stream](
-        cuda.to_device(pieces(where, runs), stream), on_device, factors(lookahead)[0]
+        cuda.to_device(pieces(where, Runs(np.array([n]), np.ones(1, np.float32))), stream),
+        on_device,
+        factors(lookahead)[0],
     )
     return to_host(on_device, stream)
 

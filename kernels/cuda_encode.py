@@ -260,35 +260,22 @@ def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
 
 @cuda.jit
 def histogram(pieces, bins, factor):
-    """Count the elements times `factor` of each run by the float32 bits of their absolute value >> BIN_SHIFT."""
+    """Count the elements times `factor` by the float32 bits of their absolute value >> BIN_SHIFT."""
     counts = cuda.shared.array(BINS, np.int32)
     tid = cuda.threadIdx.x
     n = pieces[pieces.shape[0] - 1, END]
-    turns = (n + SPAN - 1) // SPAN
     for i in range(tid, BINS, THREADS):
         counts[i] = 0
     cuda.syncthreads()
-    for turn in range(cuda.blockIdx.x, turns, cuda.gridDim.x):
+    for turn in range(cuda.blockIdx.x, (n + SPAN - 1) // SPAN, cuda.gridDim.x):
         begin = np.int64(turn) * SPAN
-        end = min(begin + SPAN, n)
-        run, last = pieces[piece_of(pieces, begin), RUN], pieces[piece_of(pieces, end - 1), RUN]
-        for i in range(begin + tid, end, THREADS):
-            row = piece_of(pieces, i)
-            value = product(load(address_in(pieces, row, i)), factor)
-            bin_ = (float_bits(value) & 0x7FFFFFFF) >> BIN_SHIFT
-            if run == last:
-                cuda.atomic.add(counts, bin_, np.int32(1))
-            else:
-                cuda.atomic.add(bins, (pieces[row, RUN], bin_), np.int64(1))
-        # The counts in shared memory go to the run where the block leaves it.
-        ahead = np.int64(turn) + cuda.gridDim.x
-        if run == last and (ahead >= turns or pieces[piece_of(pieces, min((ahead + 1) * SPAN, n) - 1), RUN] != run):
-            cuda.syncthreads()
-            for i in range(tid, BINS, THREADS):
-                if counts[i] != 0:
-                    cuda.atomic.add(bins, (run, np.int64(i)), np.int64(counts[i]))
-                    counts[i] = 0
-            cuda.syncthreads()
+        for i in range(begin + tid, min(begin + SPAN, n), THREADS):
+            value = product(load(address_of(pieces, i)), factor)
+            cuda.atomic.add(counts, (float_bits(value) & 0x7FFFFFFF) >> BIN_SHIFT, np.int32(1))
+    cuda.syncthreads()
+    for i in range(tid, BINS, THREADS):
+        if counts[i] != 0:
+            cuda.atomic.add(bins, i, np.int64(counts[i]))
 
 
 @cuda.jit

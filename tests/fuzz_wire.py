@@ -203,8 +203,10 @@ def _sealed(codec: Codec) -> list[tuple[int, bytes]]:
         arrays = split(np.clip(update, -6e4, 6e4), [n // 2])
         messages.append((n, codec.encode(arrays, codec.init([a.size for a in arrays]))[0].tobytes()))
         if isinstance(codec, Threshold):
-            per_array = make("threshold", tau=0.5, scope="variable", index_coding=codec.index_coding, threads=1)
-            messages.append((n, per_array.encode(arrays, per_array.init([a.size for a in arrays]))[0].tobytes()))
+            # A message of several runs.
+            part = n // 2
+            parts = [codec.encode([a], codec.init([part]))[0] for a in (update[:part], update[part : 2 * part])]
+            messages.append((2 * part, codec.join(parts, part).tobytes()))
     return messages
 
 

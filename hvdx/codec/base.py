@@ -16,12 +16,9 @@ it can be saved and loaded. The codec itself holds no state. Every codec keeps t
 import abc
 from collections.abc import Mapping, Sequence
 from types import EllipsisType
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from hvdx.kernels.arrays import Float32Array
 
 
 class Array(Protocol):
@@ -38,11 +35,6 @@ class Array(Protocol):
     def __array__(self) -> np.ndarray: ...
 
     def __setitem__(self, index: EllipsisType, value: float) -> None: ...
-
-
-def as_numpy(arrays: Sequence[Array]) -> "Sequence[Float32Array]":
-    """Return the arrays of the host, for the type checker; the kernels check what they are."""
-    return cast("Sequence[Float32Array]", arrays)
 
 
 class State(abc.ABC):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from hvdx.codec.base import Array, as_numpy
+from hvdx.codec.base import Array
 from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
 from hvdx.kernels.arrays import Float32Array
@@ -20,6 +20,8 @@ from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Runs, factors
 if TYPE_CHECKING:
     from hvdx.kernels import cuda  # imports numba-cuda, which may be missing
 
+#: Arrays of the host, for the type checker; the kernels check what they are.
+HostArrays = Sequence[Float32Array]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -36,7 +38,7 @@ class Host:
             raise ValueError(
                 f"stream: expected none for device='cpu', got {type(stream).__name__}. Give device='cuda' or no stream."
             )
-        sizes: list[int] = locate(as_numpy(arrays), what, writable)[:, SIZE].tolist()
+        sizes: list[int] = locate(cast(HostArrays, arrays), what, writable)[:, SIZE].tolist()
         return sizes
 
     def place(self, values: np.ndarray) -> np.ndarray:
@@ -53,17 +55,17 @@ class Host:
         """Return one element of an array, read as a vector."""
         return np.float32(np.asarray(array).reshape(-1)[element])
 
-    def histogram(self, update: Sequence[Array], lengths: np.ndarray, lookahead: float, stream: object) -> np.ndarray:
-        """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
+    def histogram(self, update: Sequence[Array], lookahead: float, stream: object) -> np.ndarray:
+        """Return the histogram of (1 + lookahead) * update, int64[2048]; see `cpu.histogram`."""
         scale, _ = factors(lookahead)
         # `encode` refuses what overflows.
         with np.errstate(all="ignore"):
             scaled = [np.multiply(u, scale, out=np.empty_like(u)) for u in update]
-        return cpu.histogram(scaled, lengths)
+        return cpu.histogram(scaled)
 
-    def workspace(self, n: int, runs: int, part: int = 0) -> cpu.Workspace:
+    def workspace(self, n: int, part: int = 0) -> cpu.Workspace:
         """Return scratch memory for `encode`, whose tiles then have entries of one part of `part` elements each."""
-        return cpu.Workspace(n, runs, _layout(part) if part else LAYOUT, self.threads)
+        return cpu.Workspace(n, int(n > 0), _layout(part) if part else LAYOUT, self.threads)
 
     def encode(
         self, update: Sequence[Array], residual: Array, runs: Runs, rice: bool, header: bytes, work: cpu.Workspace,
@@ -71,7 +73,7 @@ class Host:
     ) -> tuple[np.ndarray, Encoded]:  # fmt: skip
         """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
         coded = cpu.encode(
-            as_numpy(update), cast(Float32Array, residual), runs, rice, work.layout,
+            cast(HostArrays, update), cast(Float32Array, residual), runs, rice, work.layout,
             threads=work.threads, reserve=len(header), workspace=work, lookahead=lookahead,
         )  # fmt: skip
         if coded.fault < 0:
@@ -83,7 +85,7 @@ class Host:
         stream: object,
     ) -> None:  # fmt: skip
         """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
-        cpu.decode(messages, scale, as_numpy(out), rice, self.threads, clear)
+        cpu.decode(messages, scale, cast(HostArrays, out), rice, self.threads, clear)
 
 
 def _layout(part: int) -> Layout:
@@ -176,11 +178,11 @@ class Gpu:
         self._cuda.subtract(values, out)
 
     @_there
-    def histogram(self, update: Sequence[Array], lengths: np.ndarray, lookahead: float, stream: object) -> np.ndarray:
-        """Return the histograms of (1 + lookahead) * update, int64[R, 2048]; see `cpu.histogram`."""
-        return self._cuda.histogram(update, lengths, lookahead, stream)
+    def histogram(self, update: Sequence[Array], lookahead: float, stream: object) -> np.ndarray:
+        """Return the histogram of (1 + lookahead) * update, int64[2048]; see `cpu.histogram`."""
+        return self._cuda.histogram(update, lookahead, stream)
 
-    def workspace(self, n: int, runs: int, part: int = 0) -> "cuda.Scratch":
+    def workspace(self, n: int, part: int = 0) -> "cuda.Scratch":
         """Return scratch memory for `encode`, which writes tiles without regard to parts."""
         return self._cuda.Scratch()
 

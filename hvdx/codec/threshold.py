@@ -38,59 +38,65 @@ _USED_UP = (
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ThresholdState(State):
-    """State of the threshold encoder: the residual, and tau of each run with the counts that adapt it.
+    """State of the threshold encoder: the residual, and tau with the counts that adapt it.
 
     Attributes:
         sizes: number of elements of each array of an update.
         residual: float32[n] on the codec's device, the part of past updates that has not been sent.
-        lengths: int64[R], number of elements of each run, which share a tau.
-        taus: float32[R], tau of each run for the next update.
-        found: bool[R], False while a run with a target density has no tau yet.
-        floors: float32[R], lower bound of tau until the next histogram of an update.
-        quiet: int64[R], number of updates in a row without entries.
-        means: float64[R], running mean of the number of entries of an update; -1 before the first update.
+        tau: threshold for the next update.
+        found: False while a codec with a target density has no tau yet.
+        floor: lower bound of tau until the next histogram of an update.
+        quiet: number of updates in a row without entries.
+        mean: running mean of the number of entries of an update; -1 before the first update.
         step: number of updates encoded.
-        sent: int64[R], number of entries in the last message.
+        sent: number of entries in the last message.
         device: device of the arrays, with its kernels.
     """
 
     sizes: tuple[int, ...]
     residual: Array
-    lengths: np.ndarray
-    taus: np.ndarray
-    found: np.ndarray
-    floors: np.ndarray
-    quiet: np.ndarray
-    means: np.ndarray
+    tau: np.float32
+    found: bool
+    floor: np.float32
+    quiet: int
+    mean: float
     step: int
-    sent: np.ndarray
+    sent: int
     device: Host | Gpu
     # Not saved. `encode` acquires the lock and keeps it, so that a state is used once.
     scratch: dict[str, Any] = field(default_factory=dict)
     claim: Lock = field(default_factory=Lock)
 
     def __repr__(self) -> str:
-        return f"ThresholdState(step={self.step}, elements={self.residual.size}, taus={self.taus.tolist()})"
+        return f"ThresholdState(step={self.step}, elements={self.residual.size}, tau={self.tau:.6g})"
 
     @property
     def density(self) -> float:
         """Share of the elements that the last message holds."""
-        return float(self.sent.sum()) / max(self.residual.size, 1)
+        return self.sent / max(self.residual.size, 1)
 
     def arrays(self) -> dict[str, np.ndarray]:
         if self.claim.locked():
             raise ValueError(_USED_UP)
-        names = ("lengths", "taus", "found", "floors", "quiet", "means", "sent")
-        saved = {name: getattr(self, name).copy() for name in names} | {"step": np.array(self.step)}
-        return saved | {"residual": self.device.fetch(self.residual)}
+        saved = {
+            "lengths": np.int64(self.residual.size), "taus": self.tau, "found": np.bool_(self.found),
+            "floors": self.floor, "quiet": np.int64(self.quiet), "means": np.float64(self.mean),
+            "sent": np.int64(self.sent),
+        }  # fmt: skip
+        # One value for each run of a message, which has none if there are no elements.
+        runs = int(self.residual.size > 0)
+        return {name: np.full(runs, value) for name, value in saved.items()} | {
+            "step": np.array(self.step),
+            "residual": self.device.fetch(self.residual),
+        }
 
 
 class _Refused(Exception):  # noqa: N818
     """An update that cannot be sent because of the element at index `fault`."""
 
-    def __init__(self, fault: int, taus: np.ndarray) -> None:
+    def __init__(self, fault: int, tau: np.float32) -> None:
         super().__init__()
-        self.fault, self.taus = fault, taus
+        self.fault, self.tau = fault, tau
 
 
 class Threshold(Codec[ThresholdState]):
@@ -100,11 +106,8 @@ class Threshold(Codec[ThresholdState]):
         tau: threshold, from 2**-126 to 2**126; 2**-10 if neither `tau` nor `target_density` is given. m * tau is exact
             if tau is a power of two, and may be rounded otherwise.
         target_density: share of the elements to send, in (0, 1). The first update gives tau, and later ones adapt it.
-        scope: "all" for one tau, "variable" for a tau of each array of the update.
         index_coding: "rice" for entropy-coded indices, "none" for 32 bits each; 64 bits for each entry of a tile in
             which some entry carries more than one tau.
-        tau_steps: number of values in an octave that tau takes with `target_density`, a power of two up to 64. With 1,
-            tau is a power of two, and each step down sends a large share of the residuals at once.
         threads: number of threads of the kernels; None for OMP_NUM_THREADS if it is set, else the process's cores.
         device: "cpu" for NumPy arrays, "cuda" for arrays on a GPU, "cuda:1" for those on a GPU that is not the current
             one of the calling thread. All write the same bytes. On a GPU, `encode` and `decode` return when their work
@@ -133,9 +136,7 @@ class Threshold(Codec[ThresholdState]):
         self,
         tau: float | None = None,
         target_density: float | None = None,
-        scope: Literal["all", "variable"] = "all",
         index_coding: Literal["rice", "none"] = "rice",
-        tau_steps: int = 32,
         threads: int | None = None,
         device: str = "cpu",
         part: int | None = None,
@@ -146,23 +147,19 @@ class Threshold(Codec[ThresholdState]):
             raise ConfigError(f"threshold: tau: expected a positive number from 2**-126 to 2**126, got {tau!r}.")
         if target_density is not None and not (_is_number(target_density) and 0 < target_density < 1):
             raise ConfigError(f"threshold: target_density: expected a share between 0 and 1, got {target_density!r}.")
-        if scope not in ("all", "variable"):
-            raise ConfigError(f"threshold: scope: expected 'all' or 'variable', got {scope!r}.")
         if index_coding not in ("rice", "none"):
             raise ConfigError(f"threshold: index_coding: expected 'rice' or 'none', got {index_coding!r}.")
-        if tau_steps not in (1, 2, 4, 8, 16, 32, 64):
-            raise ConfigError(f"threshold: tau_steps: expected a power of two from 1 to 64, got {tau_steps!r}.")
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
             raise ConfigError(f"threshold: threads: expected at least 1, got {threads!r}.")
         if not isinstance(device, str) or not _DEVICE.fullmatch(device):
             raise ConfigError(f"threshold: device: expected 'cpu', 'cuda' or 'cuda:NUMBER', got {device!r}.")
         if part is not None and not (isinstance(part, int) and part >= 64 and part % 64 == 0):
             raise ConfigError(f"threshold: part: expected a multiple of 64, got {part!r}.")
-        if part is not None and (device != "cpu" or scope != "all"):
-            raise ConfigError("threshold: part: messages are split on the host only, and with scope='all'.")
+        if part is not None and device != "cpu":
+            raise ConfigError("threshold: part: messages are split on the host only.")
         self.tau = None if tau is None and target_density is not None else DEFAULT_TAU if tau is None else float(tau)
-        self.target_density, self.scope, self.index_coding = target_density, scope, index_coding
-        self.tau_steps, self.threads, self.device, self.part = tau_steps, threads, device, part
+        self.target_density, self.index_coding = target_density, index_coding
+        self.threads, self.device, self.part = threads, device, part
         _, _, index = device.partition(":")
         self._device: Host | Gpu = Host(threads) if device == "cpu" else gpu(int(index) if index else None)
 
@@ -170,9 +167,7 @@ class Threshold(Codec[ThresholdState]):
         options = {
             "tau": (self.tau, None),
             "target_density": (self.target_density, None),
-            "scope": (self.scope, "all"),
             "index_coding": (self.index_coding, "rice"),
-            "tau_steps": (self.tau_steps, 32),
             "threads": (self.threads, None),
             "device": (self.device, "cpu"),
             "part": (self.part, None),
@@ -180,19 +175,16 @@ class Threshold(Codec[ThresholdState]):
         return f"Threshold({', '.join(f'{k}={v!r}' for k, (v, default) in options.items() if v != default)})"
 
     def init(self, sizes: Sequence[int]) -> ThresholdState:
-        n = sum(sizes)
-        lengths = np.array([n] * (n > 0) if self.scope == "all" else [s for s in sizes if s], np.int64)
         return ThresholdState(
             sizes=tuple(sizes),
-            residual=self._device.place(np.zeros(n, np.float32)),
-            lengths=lengths,
-            taus=np.full(len(lengths), self.tau or DEFAULT_TAU, np.float32),
-            found=np.full(len(lengths), self.target_density is None),
-            floors=np.zeros(len(lengths), np.float32),
-            quiet=np.zeros(len(lengths), np.int64),
-            means=np.full(len(lengths), -1.0),
+            residual=self._device.place(np.zeros(sum(sizes), np.float32)),
+            tau=np.float32(self.tau or DEFAULT_TAU),
+            found=self.target_density is None,
+            floor=np.float32(0),
+            quiet=0,
+            mean=-1.0,
             step=0,
-            sent=np.zeros(len(lengths), np.int64),
+            sent=0,
             device=self._device,
         )
 
@@ -242,18 +234,11 @@ class Threshold(Codec[ThresholdState]):
         # An interruption from here on leaves a residual that is partly updated. Only a refusal takes the whole update
         # back, so only a refusal releases the state.
         try:
-            message, coded, taus, found, floors = self._encode(update, state, lookahead, stream)
+            message, coded, after = self._encode(update, state, lookahead, stream)
         except _Refused as refused:
             state.claim.release()
-            raise self._cannot_send(update, state, refused.fault, refused.taus, lookahead) from None
-        means, quiet = state.means, np.where(coded.sent > 0, 0, state.quiet + 1)
-        if self.target_density is not None:
-            taus, means = self._next_taus(taus, found, floors, state, coded)
-        after = replace(
-            state, taus=taus, found=found, floors=floors, quiet=quiet, means=means, step=state.step + 1,
-            sent=coded.sent, claim=Lock(),
-        )  # fmt: skip
-        return frame.seal(message, self._wire_number), after
+            raise self._cannot_send(update, state, refused.fault, refused.tau, lookahead) from None
+        return frame.seal(message, self._wire_number), self._adapted(after, coded)
 
     def decode(
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
@@ -333,7 +318,7 @@ class Threshold(Codec[ThresholdState]):
 
     def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> ThresholdState:
         fresh = self.init(sizes)
-        new: dict[str, Any] = {}
+        new: dict[str, np.ndarray] = {}
         for name, like in fresh.arrays().items():
             if name not in arrays:
                 raise ConfigError(f"threshold: the saved state has no {name!r}; it holds {sorted(arrays)}.")
@@ -341,11 +326,13 @@ class Threshold(Codec[ThresholdState]):
             if value.shape != like.shape or value.dtype != like.dtype:
                 raise ConfigError(
                     f"threshold: saved {name}: expected {like.dtype}{list(like.shape)}, got {value.dtype}"
-                    f"{list(value.shape)}. The state is of another model, or of another `scope`."
+                    f"{list(value.shape)}. The state is of another model, or has a tau for each variable, which an "
+                    "option did that was removed."
                 )
             new[name] = value.copy()
-        if (new["lengths"] != fresh.lengths).any():
-            raise ConfigError(f"threshold: saved lengths: expected {fresh.lengths}, got {new['lengths']}.")
+        n = fresh.residual.size
+        if (new["lengths"] != n).any():
+            raise ConfigError(f"threshold: saved lengths: expected [{n}], got {new['lengths']}.")
         if self.tau is not None and (new["taus"] != np.float32(self.tau)).any():
             raise ConfigError(
                 f"threshold: the saved state was made with tau={new['taus'][0]}, this codec has tau={self.tau}. "
@@ -360,91 +347,74 @@ class Threshold(Codec[ThresholdState]):
                 )
         # A residual may exceed tau if tau has fallen, or if a lookahead was subtracted from it. Up to this limit, m of
         # the next update still fits.
-        if not (np.abs(new["residual"]) <= np.repeat(limit(new["taus"]), new["lengths"])).all():
+        if not (np.abs(new["residual"]) <= limit(new["taus"])).all():
             raise ConfigError(
                 "threshold: saved residual: expected numbers of at most 2**30 times tau, got larger ones or NaN; the "
                 "checkpoint is damaged. Restore another one."
             )
-        new |= {"residual": self._device.place(new["residual"]), "step": int(new["step"])}
-        return replace(fresh, **new)
+        fresh = replace(fresh, residual=self._device.place(new["residual"]), step=int(new["step"]))
+        if n == 0:
+            return fresh
+        return replace(
+            fresh, tau=new["taus"][0], found=bool(new["found"][0]), floor=new["floors"][0],
+            quiet=int(new["quiet"][0]), mean=float(new["means"][0]), sent=int(new["sent"][0]),
+        )  # fmt: skip
 
     def _encode(
         self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object
-    ) -> tuple[np.ndarray, Encoded, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the message, the counts, and the taus, found and floors used. Raise _Refused if there is a fault."""
-        taus, found, floors = state.taus, state.found, state.floors
+    ) -> tuple[np.ndarray, Encoded, ThresholdState]:
+        """Return the message, the counts, and the state with the message's tau. Raise _Refused if there is a fault."""
+        n = state.residual.size
         if "workspace" not in state.scratch:
-            state.scratch["workspace"] = self._device.workspace(state.residual.size, len(taus), self.part or 0)
+            state.scratch["workspace"] = self._device.workspace(n, self.part or 0)
         work, rice = state.scratch["workspace"], self.index_coding == "rice"
-        due = ~found
+        due = not state.found
         if self.target_density is not None:
-            due |= (taus < floors) | ((state.quiet > 0) & (state.quiet % _QUIET == 0))
-        ends, tried = np.cumsum(state.lengths), set()
+            due |= bool(state.tau < state.floor) or (state.quiet > 0 and state.quiet % _QUIET == 0)
+        tried = False
         while True:
-            if due.any():
-                histograms = self._device.histogram(update, state.lengths, lookahead, stream)
-                taus, found, floors = self._find_taus(histograms, state, taus, found, floors, due)
-            runs = Runs(state.lengths, taus)
+            if due:
+                state = self._with_tau(state, self._device.histogram(update, lookahead, stream))
+            runs = Runs(np.full(int(n > 0), n), np.full(int(n > 0), state.tau))
             message, coded = self._device.encode(
                 update, state.residual, runs, rice, _header(runs), work, lookahead, stream
             )
             if coded.fault < 0:
-                return message, coded, taus, found, floors
-            # The element is NaN, infinite or too large for tau. Find another tau, unless tau is fixed or this run was
-            # retried already.
-            run = int(np.searchsorted(ends, coded.fault, side="right"))
-            if self.target_density is None or run in tried:
-                raise _Refused(coded.fault, taus)
-            tried.add(run)
-            due = np.arange(len(ends)) == run
+                return message, coded, state
+            # The element is NaN, infinite or too large for tau. Find another tau once, unless tau is fixed.
+            if self.target_density is None or tried:
+                raise _Refused(coded.fault, state.tau)
+            tried = due = True
 
-    def _find_taus(
-        self,
-        histograms: np.ndarray,
-        state: ThresholdState,
-        taus: np.ndarray,
-        found: np.ndarray,
-        floors: np.ndarray,
-        due: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return new taus, found and floors for the runs that are `due`, from histograms of what is added."""
-        taus, found, floors = taus.copy(), found.copy(), floors.copy()
-        for i in np.flatnonzero(due):
-            first = tau.first_tau(histograms[i], self.target_density or 0.0, self.tau_steps)
-            if first is None:
-                taus[i] = max(taus[i], floors[i])
-                continue
-            floors[i] = tau.on_grid(float(tau.largest(histograms[i])) * tau.SPAN, self.tau_steps, up=True)
-            if not found[i]:
-                taus[i], found[i] = first, True
-            elif state.quiet[i] and first < taus[i] / 8:
-                # tau settles at a few times the value that the first update gives, and residuals reach up to tau. A
-                # large step down would send most of them at once, so tau is halved.
-                taus[i] = tau.on_grid(float(taus[i]) / 2, self.tau_steps)
-            taus[i] = max(taus[i], floors[i])
-        return taus, found, floors
+    def _with_tau(self, state: ThresholdState, histogram: np.ndarray) -> ThresholdState:
+        """Return the state with a tau for the next update, from the histogram of what is added."""
+        first = tau.first_tau(histogram, self.target_density or 0.0)
+        if first is None:
+            return replace(state, tau=max(state.tau, state.floor))
+        new, floor = state.tau, tau.on_grid(float(tau.largest(histogram)) * tau.SPAN, up=True)
+        if not state.found:
+            new = first
+        elif state.quiet and first < state.tau / 8:
+            # tau settles at a few times the value that the first update gives, and residuals reach up to tau. A large
+            # step down would send most of them at once, so tau is halved.
+            new = tau.on_grid(float(state.tau) / 2)
+        return replace(state, tau=max(new, floor), found=True, floor=floor)
 
-    def _next_taus(
-        self, taus: np.ndarray, found: np.ndarray, floors: np.ndarray, state: ThresholdState, coded: Encoded
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the taus and running means for the next update."""
-        taus, means = taus.copy(), state.means.copy()
-        for i in np.flatnonzero(found):
-            after, means[i] = tau.next_tau(
-                taus[i],
-                means[i],
-                int(coded.sent[i]),
-                coded.near[i],
-                int(state.lengths[i]),
-                self.target_density or 0.0,
-                self.tau_steps,
+    def _adapted(self, state: ThresholdState, coded: Encoded) -> ThresholdState:
+        """Return the state for the next update: with the counts of this one, and its tau adapted to the density."""
+        sent = int(coded.sent.sum())
+        new, mean = state.tau, state.mean
+        if self.target_density is not None and state.found:
+            new, mean = tau.next_tau(
+                state.tau, state.mean, sent, coded.near.sum(axis=0), state.residual.size, self.target_density
             )
             # A tau below its floor costs a histogram of the next update, so it falls below only every _QUIET updates.
-            taus[i] = after if state.step % _QUIET == 0 else max(after, min(floors[i], taus[i]))
-        return taus, means
+            new = new if state.step % _QUIET == 0 else max(new, min(state.floor, state.tau))
+        quiet = 0 if sent else state.quiet + 1
+        return replace(state, tau=new, mean=mean, quiet=quiet, step=state.step + 1, sent=sent, claim=Lock())
 
     def _cannot_send(
-        self, update: Sequence[Array], state: ThresholdState, fault: int, taus: np.ndarray, lookahead: float
+        self, update: Sequence[Array], state: ThresholdState, fault: int, tau: np.float32, lookahead: float
     ) -> UpdateError:
         """Return the error for the element at index `fault`."""
         variable, element = 0, fault
@@ -455,7 +425,7 @@ class Threshold(Codec[ThresholdState]):
         value = self._device.item(update[where[0]], where[1])
         times = f" times {1 + lookahead:.3g}" if lookahead else ""
         why = (
-            f"which{times} is more than 2**30 times tau ({taus.min():.3g}). Raise tau, or give target_density instead"
+            f"which{times} is more than 2**30 times tau ({tau:.3g}). Raise tau, or give target_density instead"
             if np.isfinite(value)
             else "which cannot be sent. The training diverged, or the loss scale is too high"
         )

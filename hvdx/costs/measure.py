@@ -64,7 +64,7 @@ def measure_codec(elements: int, threads: int | None = None) -> Codec:
             for times, messages in ((few, [message]), (many, [message] * 4)):
                 _displace()
                 times.append(_seconds(lambda: threshold.decode_sum(messages, out, 0.5)))  # noqa: B023
-            entries = float(state.sent.sum())
+            entries = float(state.sent)
         # The first updates find tau.
         seconds[density] = [entries, *(float(np.median(times[2:])) for times in (encoding, few, many))]
     (sparse, thin, one, _), (dense, thick, one_dense, several_dense) = seconds[_SPARSE], seconds[_DENSE]

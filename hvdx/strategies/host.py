@@ -66,10 +66,12 @@ class Prepared:
     """Step of one rank that is ready to be exchanged.
 
     Attributes:
+        exchange: exchange that prepared the step.
         step_input: input of the step.
         status: status of this rank; it is sent to the others.
     """
 
+    exchange: "HostExchange"
     step_input: StepInput
     status: int
 
@@ -85,6 +87,10 @@ class Prepared:
             blamed: whether reports name this rank.
         """
         return replace(self, status=NOT_FINITE if blamed else ELSEWHERE)
+
+    def deliver(self) -> "Sequence[Array]":
+        """Exchange the step; return the result of `HostExchange.combine`. Collective, as `HostExchange.step` is."""
+        return self.exchange.combine(replace(self.step_input, finite=self.is_fine))
 
 
 class HostExchange(Exchange["Array"]):
@@ -126,18 +132,10 @@ class HostExchange(Exchange["Array"]):
         return result
 
     def prepare(self, step_input: StepInput) -> Prepared:
-        """Do the part of `combine` that comes before the exchange. Not collective.
-
-        Returns:
-            A `Prepared`.
-        """
+        """Do the part of `combine` that comes before the exchange; `Prepared.deliver` does the rest. Not collective."""
         sums = (np.asarray(t).sum(dtype=np.float64) for t in step_input.tensors)
         fine = step_input.finite and all(bool(np.isfinite(total)) for total in sums)
-        return Prepared(step_input, FINE if fine else NOT_FINITE)
-
-    def deliver(self, prepared: Prepared) -> "Sequence[Array]":
-        """Exchange what `prepare` returned; return the result of `combine`. Collective, as `step` is."""
-        return self.combine(replace(prepared.step_input, finite=prepared.is_fine))
+        return Prepared(self, step_input, FINE if fine else NOT_FINITE)
 
     def restart_timer(self) -> None:
         """Restart the compute timer before a run of steps."""

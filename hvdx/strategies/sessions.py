@@ -64,10 +64,6 @@ class PerComm(Generic[T]):
             self._made[comm] = self._make(comm)
         return self._made[comm]
 
-    def pop(self, comm: Comm) -> T | None:
-        """Return the object of a communicator, if it has been made, and forget it."""
-        return self._made.pop(comm, None)
-
     def take_all(self) -> list[T]:
         """Return all objects, and forget them."""
         found = list(self._made.values())

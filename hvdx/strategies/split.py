@@ -202,7 +202,7 @@ class CommonStep(SplitStep):
         if self._comm.any_true(not mine):
             # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
             prepared = [one.skipped(blamed=k == 0 and not mine) for k, one in enumerate(prepared)]
-        return [subset.exchange.deliver(p) for subset, p in zip(subsets, prepared, strict=True)]
+        return [one.deliver() for one in prepared]
 
 
 class SplitHostExchange(HostExchange):
@@ -245,15 +245,14 @@ class SplitHostExchange(HostExchange):
             subset.exchange.count_computing(seconds)
 
     def combine(self, step_input: StepInput) -> "Sequence[Array]":
-        return [t for t in self._all(self._step.combine(self._subsets, step_input)) if t is not None]
+        return self._in_order(self._step.combine(self._subsets, step_input))
 
-    def _all(self, results: Iterable[Sequence[V | None] | None]) -> list[V | None]:
-        """Return the results of the exchanges in the order of the specs; None where an exchange has none."""
-        everything: list[V | None] = [None] * len(self.specs)
+    def _in_order(self, results: Iterable[Sequence[V]]) -> list[V]:
+        """Return the results of the exchanges, one for each of their tensors, in the order of the specs."""
+        placed: dict[int, V] = {}
         for subset, arrays in zip(self._subsets, results, strict=True):
-            for i, array in zip(subset.where, arrays or (), strict=arrays is not None):
-                everything[i] = array
-        return everything
+            placed |= zip(subset.where, arrays, strict=True)
+        return [placed[i] for i in range(len(self.specs))]
 
     @property
     def is_open(self) -> bool:
@@ -269,8 +268,7 @@ class SplitHostExchange(HostExchange):
 
     @property
     def residuals(self) -> list[np.ndarray]:
-        everything = self._all(subset.exchange.residuals for subset in self._subsets)
-        return [r for r in everything if r is not None]
+        return self._in_order(subset.exchange.residuals for subset in self._subsets)
 
     def add_to_residual(self, tensors: Sequence[np.ndarray]) -> None:
         for subset in self._subsets:
@@ -278,8 +276,11 @@ class SplitHostExchange(HostExchange):
 
     def flush(self) -> "Sequence[Array | None] | None":
         """Return the final weights; None in the place of a tensor without one. Collective."""
-        result = self._all(self._step.flush(self._subsets))
-        return None if all(r is None for r in result) else result
+        results = self._step.flush(self._subsets)
+        if all(arrays is None for arrays in results):
+            return None
+        pairs = zip(results, self._subsets, strict=True)
+        return self._in_order([None] * len(subset.where) if arrays is None else arrays for arrays, subset in pairs)
 
     def close(self) -> None:
         for subset in self._subsets:

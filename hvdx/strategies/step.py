@@ -71,17 +71,15 @@ class Encoded:
         message: uint8[bytes], message of this rank; it must not change before it is decoded.
         codec: codec of the message.
         tensors: the tensors. Empty if this rank encoded nothing.
-        taus: thresholds of the encoder after the step, if it has any.
         entries: number of entries in the message.
         density: share of the elements that are entries.
-        tau: median of the thresholds in this step; 0 for none.
+        tau: threshold of the encoder after the step; 0 for none.
         starved: number of steps, this one included, that are found to be starved; see `Telemetry`.
     """
 
     message: np.ndarray
     codec: "Decoder"
     tensors: "Sequence[Array]" = ()
-    taus: np.ndarray | None = None
     entries: int = 0
     density: float = 0.0
     tau: float = 0.0
@@ -287,17 +285,22 @@ class EncodedStep(Prepared):
     """Encoded step, before it is sent.
 
     Attributes:
+        exchange: exchange that encoded the step.
         encoded: the encoded tensors.
         active_ranks: number of ranks whose messages count.
         number: number of the step, from 0.
         computing, cost: see `Outgoing`.
     """
 
+    exchange: "MessageExchange"
     encoded: Encoded
     active_ranks: int
     number: int
     computing: float
     cost: float
+
+    def deliver(self) -> "Sequence[Array]":
+        return self.exchange.deliver(self)
 
 
 class MessageExchange(HostExchange):
@@ -350,7 +353,7 @@ class MessageExchange(HostExchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def combine(self, step_input: StepInput) -> "Sequence[Array]":
-        return self.deliver(self.prepare(step_input))
+        return self.prepare(step_input).deliver()
 
     def prepare(self, step_input: StepInput) -> EncodedStep:
         cost_before, self._cost = self._cost, 0.0
@@ -358,14 +361,14 @@ class MessageExchange(HostExchange):
             self._computing = step_input.computing
         active_ranks = self._active_ranks(self._step)
         status, encoded = self._timed("encoding", lambda: self._encode(step_input, active_ranks))
-        return EncodedStep(step_input, status, encoded, active_ranks, self._step, self._computing, cost_before)
+        return EncodedStep(self, step_input, status, encoded, active_ranks, self._step, self._computing, cost_before)
 
-    def deliver(self, prepared: Prepared) -> "Sequence[Array]":
-        assert isinstance(prepared, EncodedStep)  # that of `prepare`
+    def deliver(self, step: EncodedStep) -> "Sequence[Array]":
+        """Exchange an encoded step; see `Prepared.deliver`."""
         with self._naming():
-            arrived = self.route.send(self._outgoing(prepared))
-        counted = arrived if self._count(prepared, arrived) else None
-        result = self._timed("decoding", lambda: self._decode(prepared, counted))
+            arrived = self.route.send(self._outgoing(step))
+        counted = arrived if self._count(step, arrived) else None
+        result = self._timed("decoding", lambda: self._decode(step, counted))
         if self._device is not None:
             self._flat, self._out = None, []  # the caller has the result
         self._step += 1

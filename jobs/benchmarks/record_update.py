@@ -93,7 +93,7 @@ def record(
     for step in range(1, max(args.step) + 1):
         network.train_on_batch(*samples())
         update = [keras.ops.convert_to_numpy(v) - w for v, w in zip(variables, weights, strict=True)]
-        total, tau = state.residual + np.concatenate([u.reshape(-1) for u in update]), state.taus[0]
+        total, tau = state.residual + np.concatenate([u.reshape(-1) for u in update]), state.tau
         message, state = codec.encode(update, state)
         codec.decode([message], weights)
         for variable, weight in zip(variables, weights, strict=True):

@@ -40,12 +40,10 @@ ROWS = {
     "threshold": Row("threshold", {}, None, 2.0**-10),
     "threshold, not a power of two": Row("threshold", {"tau": 0.3}, None, 0.3),
     "threshold, plain": Row("threshold", {"tau": 0.25, "index_coding": "none"}, None, 0.25),
-    "threshold, each variable": Row("threshold", {"tau": 0.25, "scope": "variable", "threads": 2}, None, 0.25),
+    "threshold, two threads": Row("threshold", {"tau": 0.25, "threads": 2}, None, 0.25),
     "threshold, density": Row("threshold", {"target_density": 0.05}, None),
-    "threshold, density, powers": Row("threshold", {"target_density": 0.3, "tau_steps": 1, "threads": 1}, None),
-    "threshold, density, each variable, plain": Row(
-        "threshold", {"target_density": 0.05, "scope": "variable", "index_coding": "none"}, None
-    ),
+    "threshold, large density": Row("threshold", {"target_density": 0.3, "threads": 1}, None),
+    "threshold, density, plain": Row("threshold", {"target_density": 0.05, "index_coding": "none"}, None),
 }
 
 

@@ -88,6 +88,8 @@ MIXED = sorted({7 * i for i in range(60)} | set(range(500, 640)) | {640 + 29 * i
 SPREAD = [3, 130, 250, 385] + list(range(512, 522)) + list(range(700, 750)) + [900, 1300, 1301, 2000]
 FAR = [7, 2**31, 2**32 - 1, 2**38, 2**38 + 1, 2**40 - 1]
 LONG = Layout(2**26, 128, 16, 32, 8)
+#: Messages with a tau for each array, which the codec reads, and has written for an option that was removed.
+READ_ONLY = {"threshold-rice-variables", "threshold-none-variables"}
 
 
 def fixtures() -> dict[str, tuple[bytes, dict[str, Any]]]:
@@ -103,9 +105,6 @@ def fixtures() -> dict[str, tuple[bytes, dict[str, Any]]]:
         made |= {
             f"threshold-{coding}": whole("threshold", UPDATE, RESIDUAL, tau=0.5, index_coding=coding),
             f"threshold-{coding}-any-tau": whole("threshold", UPDATE, tau=0.3, index_coding=coding),
-            f"threshold-{coding}-variables": whole(
-                "threshold", UPDATE, target_density=0.3, scope="variable", index_coding=coding
-            ),
             f"threshold-{coding}-no-arrays": whole("threshold", [], tau=0.5, index_coding=coding),
             f"threshold-{coding}-nothing": whole("threshold", [[0] * 100], tau=0.5, index_coding=coding),
             f"tiles-{coding}-parameters": tiles(2000, MIXED, [1] * len(MIXED), coding == "rice"),

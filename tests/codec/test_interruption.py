@@ -96,11 +96,6 @@ def test_encode_refuses_a_layout_that_its_buffers_do_not_fit(layout):
         cpu.encode([np.zeros(64, np.float32)], np.zeros(64, np.float32), runs, layout=layout)
 
 
-def test_histogram_refuses_lengths_of_another_update():
-    with pytest.raises(ValueError, match="expected at least 1 each, 5 in all"):
-        cpu.histogram([np.ones(5, np.float32)], np.array([3]))
-
-
 def test_restore_refuses_a_state_of_another_tau():
     saved = Threshold(tau=0.25).init([4]).arrays()
     with pytest.raises(ConfigError, match=r"made with tau=0.25, this codec has tau=0.5"):

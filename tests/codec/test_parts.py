@@ -84,7 +84,7 @@ def test_damaged_part_is_named():
         codec.join([pieces[0]], 704)
 
 
-@pytest.mark.parametrize("options", [{"part": 100}, {"part": 0}, {"part": 64, "scope": "variable"}])
+@pytest.mark.parametrize("options", [{"part": 100}, {"part": 0}])
 def test_wrong_parts_are_refused(options):
     with pytest.raises(ConfigError, match="part"):
         Threshold(**options)

@@ -28,6 +28,6 @@ def test_make_refuses_and_lists_what_is_right(name, options, text):
 
 
 def test_make_passes_options_on():
-    codec = make("threshold", target_density=0.01, scope="variable")
-    assert repr(codec) == "Threshold(target_density=0.01, scope='variable')"
+    codec = make("threshold", target_density=0.01, index_coding="none")
+    assert repr(codec) == "Threshold(target_density=0.01, index_coding='none')"
     assert repr(make("bf16")) == "Bfloat16()"

@@ -24,10 +24,7 @@ from hvdx.kernels import reference
         ({"target_density": 0}, "target_density: expected a share between 0 and 1, got 0"),
         ({"target_density": 1}, "got 1"),
         ({"target_density": float("nan")}, "got nan"),
-        ({"scope": "layer"}, "scope: expected 'all' or 'variable', got 'layer'"),
         ({"index_coding": "huffman"}, "index_coding: expected 'rice' or 'none', got 'huffman'"),
-        ({"tau_steps": 3}, "tau_steps: expected a power of two from 1 to 64, got 3"),
-        ({"tau_steps": 128}, "got 128"),
         ({"threads": 0}, "threads: expected at least 1, got 0"),
         ({"device": "gpu"}, "device: expected 'cpu', 'cuda' or 'cuda:NUMBER', got 'gpu'"),
         ({"device": "cuda:x"}, "got 'cuda:x'"),
@@ -62,44 +59,31 @@ def test_repr_gives_what_is_not_default():
 
 
 def test_state_counts_what_was_sent():
-    codec = Threshold(tau=0.5, scope="variable")
+    codec = Threshold(tau=0.5)
     state = codec.init([3, 0, 5])
     assert state.density == 0
     update = [np.array([1, 0, -1], np.float32), np.zeros(0, np.float32), np.array([0, 0, 0, 0, 0.7], np.float32)]
     _, state = codec.encode(update, state)
-    assert state.sent.tolist() == [2, 1]
+    assert state.sent == 3
     assert state.density == 3 / 8
     assert state.step == 1
-    assert repr(state) == "ThresholdState(step=1, elements=8, taus=[0.5, 0.5])"
+    assert repr(state) == "ThresholdState(step=1, elements=8, tau=0.5)"
     assert codec.init([]).density == 0
 
 
-def test_each_variable_has_a_tau_of_its_own():
-    codec = Threshold(target_density=0.1, scope="variable")
-    rng = np.random.default_rng(0)
-    small, large = (rng.normal(0, sigma, 1000).astype(np.float32) for sigma in (1e-4, 1))
-    _, state = codec.encode([small, large], codec.init([1000, 1000]))
-    assert state.sent[0] == pytest.approx(100, rel=0.3)
-    assert state.sent[1] == pytest.approx(100, rel=0.3)
-    assert state.taus[1] / state.taus[0] == pytest.approx(1e4, rel=0.5)
+def test_tau_of_a_zero_update_is_found_later():
+    codec = Threshold(target_density=0.1)
+    _, state = codec.encode([np.zeros(1000, np.float32)], codec.init([1000]))
+    assert not state.found
+    _, state = codec.encode([np.random.default_rng(0).normal(0, 1e-5, 1000).astype(np.float32)], state)
+    assert state.found
+    assert state.sent == pytest.approx(100, rel=0.3)
 
 
-def test_a_variable_that_was_zero_finds_its_tau_later():
-    codec = Threshold(target_density=0.1, scope="variable")
-    rng = np.random.default_rng(0)
-    first, second = (rng.normal(0, 1e-5, 1000).astype(np.float32) for _ in range(2))
-    _, state = codec.encode([first, np.zeros(1000, np.float32)], codec.init([1000, 1000]))
-    assert state.found.tolist() == [True, False]
-    _, state = codec.encode([np.zeros(1000, np.float32), second], state)
-    assert state.found.all()
-    assert state.sent[1] == pytest.approx(100, rel=0.3)
-
-
-@pytest.mark.parametrize("scope", ["all", "variable"])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
-def test_the_first_update_may_hold_what_cannot_be_sent(value, scope):
+def test_the_first_update_may_hold_what_cannot_be_sent(value):
     """The search for tau ignores elements that are not finite."""
-    codec = Threshold(target_density=0.1, scope=scope)
+    codec = Threshold(target_density=0.1)
     state = codec.init([4])
     bad = np.array([1, value, 2, 3], np.float32)
     with pytest.raises(UpdateError) as caught:
@@ -123,12 +107,11 @@ def test_too_many_tau_are_refused_with_what_to_do():
 
 
 def test_update_may_be_one_array_of_all_elements():
-    codec = Threshold(tau=0.5, scope="variable")
+    codec = Threshold(tau=0.5)
     update = [np.array([0, 1, -2], np.float32), np.array([0.7], np.float32), np.array([3, 0.1], np.float32)]
     expected, _ = codec.encode(update, codec.init([3, 1, 2]))
     message, state = codec.encode([np.concatenate(update)], codec.init([3, 1, 2]))
     assert message.tobytes() == expected.tobytes()
-    assert len(state.taus) == 3
     update[2][1] = np.nan
     with pytest.raises(UpdateError, match=r"update\[2\]: element 1 is nan") as caught:
         codec.encode([np.concatenate(update)], state)
@@ -211,40 +194,40 @@ def test_lengths_are_checked_while_they_are_read():
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("lengths", [2, 6]),
-        ("lengths", [8, -1]),
-        ("lengths", [2**60, 5]),
-        ("taus", [0.5, np.nan]),
-        ("taus", [0.5, 0]),
-        ("taus", [0.5, -1]),
-        ("taus", [np.inf, 0.5]),
+        ("lengths", [7]),
+        ("lengths", [-1]),
+        ("lengths", [2**60]),
+        ("taus", [np.nan]),
+        ("taus", [0]),
+        ("taus", [-1]),
+        ("taus", [np.inf]),
         ("residual", [0, 0, 0, 0, 0, 0, 0, np.inf]),
         ("residual", [1e10, 0, 0, 0, 0, 0, 0, 0]),
         ("residual", [np.nan, 0, 0, 0, 0, 0, 0, 0]),
-        ("means", [np.nan, 1]),
-        ("means", [-2, 1]),
-        ("floors", [np.nan, 0]),
-        ("floors", [0, np.inf]),
-        ("floors", [-1, 0]),
-        ("quiet", [0, -1]),
-        ("sent", [-1, 0]),
+        ("means", [np.nan]),
+        ("means", [-2]),
+        ("floors", [np.nan]),
+        ("floors", [np.inf]),
+        ("floors", [-1]),
+        ("quiet", [-1]),
+        ("sent", [-1]),
         ("step", -1),
     ],
 )
 def test_restore_refuses_values_that_no_encoder_has(name, wrong):
-    codec = Threshold(target_density=0.5, scope="variable")
+    codec = Threshold(target_density=0.5)
     _, state = codec.encode([np.ones(3, np.float32), np.ones(5, np.float32)], codec.init([3, 5]))
     saved = state.arrays()
     with pytest.raises(ConfigError, match=f"saved {name}"):
         codec.restore(saved | {name: np.array(wrong, saved[name].dtype)}, [3, 5])
 
 
-def test_restore_refuses_the_state_of_another_scope():
-    each, both = Threshold(scope="variable"), Threshold()
-    with pytest.raises(ConfigError, match="another `scope`"):
-        both.restore(each.init([3, 5]).arrays(), [3, 5])
+def test_restore_refuses_a_tau_for_each_variable():
+    codec = Threshold()
+    with pytest.raises(ConfigError, match="a tau for each variable, which an option did that was removed"):
+        codec.restore(codec.init([8]).arrays() | {"lengths": np.array([3, 5])}, [3, 5])
     with pytest.raises(ConfigError, match="lengths"):
-        each.restore({"residual": np.zeros(8, np.float32)}, [3, 5])
+        codec.restore({"residual": np.zeros(8, np.float32)}, [3, 5])
 
 
 def test_restore_copies():

@@ -48,12 +48,12 @@ def test_prepared_step_knows_whether_it_is_finite(exchange, bad):
     assert exchange.prepare(StepInput(TENSORS, finite=False)).status == NOT_FINITE
     prepared = exchange.prepare(StepInput([TENSORS[0], np.float32(bad)]))
     assert prepared.status == NOT_FINITE
-    exchange.deliver(prepared)
+    prepared.deliver()
     assert not exchange.given.finite
 
 
-def test_rank_is_blamed_only_where_it_is_at_fault():
-    prepared = Prepared(StepInput(TENSORS), FINE)
+def test_rank_is_blamed_only_where_it_is_at_fault(exchange):
+    prepared = Prepared(exchange, StepInput(TENSORS), FINE)
     assert [prepared.skipped(blamed).status for blamed in (True, False)] == [NOT_FINITE, ELSEWHERE]
 
 

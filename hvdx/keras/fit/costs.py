@@ -30,13 +30,16 @@ class Costs(Part):
         return summary(repr(self._attachment.strategy), self._counting.counters)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Add the costs to the logs."""
-        if logs is not None and self._attachment.logs_cost:
-            logs.update(self.so_far().live())
+        """Add the costs to the logs of a step."""
+        self._add_to(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Add the costs to the logs."""
-        self.on_train_batch_end(epoch, logs)
+        """Add the costs to the logs of an epoch."""
+        self._add_to(logs)
+
+    def _add_to(self, logs: Logs) -> None:
+        if logs is not None and self._attachment.logs_cost:
+            logs.update(self.so_far().live())
 
     def finish(self) -> None:
         self._counting.counters.finish(self._attachment.costs())

@@ -1,11 +1,11 @@
 """Steps and epochs of a fit: counts, and the position of this rank for reports of a stall."""
 
 from hvdx.comm import Comm, progress
+from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.types import Logs
 from hvdx.report.counters import Counters
-from hvdx.strategies import Strategy
 
 
 class Counting(Part):
@@ -13,7 +13,7 @@ class Counting(Part):
 
     Args:
         comm: the ranks.
-        strategy: strategy at the start of a fit.
+        attachment: knows the present strategy.
         recording: recording of the fits, which measures the steps.
 
     Attributes:
@@ -24,9 +24,9 @@ class Counting(Part):
 
     alone = True
 
-    def __init__(self, comm: Comm, strategy: Strategy, recording: Recording):
+    def __init__(self, comm: Comm, attachment: Attachment, recording: Recording):
         super().__init__()
-        self._comm, self._asynchronous, self._recording = comm, strategy.asynchronous, recording
+        self._comm, self._attachment, self._recording = comm, attachment, recording
         self.counters = Counters()
         self.epoch, self.trained = 0, False
         # Number of the first step of this fit in its epoch; above 0 after a checkpoint in mid-epoch.
@@ -69,7 +69,7 @@ class Counting(Part):
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Count the steps of the epoch; Keras counts the last execution of several steps as full."""
         progress.first_step(False)
-        known = None if self._asynchronous else self.params.get("steps")
+        known = None if self._attachment.strategy.asynchronous else self.params.get("steps")
         self.counters.count(min(batch + 1, known or batch + 1))
         if self._recording.on:
             self._recording.step_ends(self.steps_of_fit)

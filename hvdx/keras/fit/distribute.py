@@ -89,8 +89,8 @@ class Distribute(Parts):
         comm: Comm = join(strategy)
         strategy.check(comm)
         self.check_every, self._comm, self._limit = check_every, comm, limit
-        self._counting = counting = Counting(comm, strategy, recording)
         self._attachment = attachment = Attachment(comm, strategy, recording)
+        self._counting = counting = Counting(comm, attachment, recording)
         self._costs = costs = Costs(comm, counting, attachment)
         self._sync = sync = SyncCallback(comm, counting, attachment, self)
         self._copies = PlainCopies()

@@ -28,22 +28,19 @@ class Noise(Part):
 
     def __init__(self, rank: int):
         super().__init__()
-        self._rank, self._first_step = rank, True
+        self._rank = rank
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Begin; `Checkpoint`, which begins later, restores the states that this rank saved."""
-        self._first_step = True
         differ(self.model, self._rank)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begin again: a callback may have run a fit of another model, whose end changes the common generator."""
         differ(self.model, self._rank)
 
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+    def end_first_step(self) -> None:
         """Begin in layers that were built in the first step, and had no generators before it."""
-        if self._first_step:
-            self._first_step = False
-            differ_in_layers(self.model, self._rank)
+        differ_in_layers(self.model, self._rank)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """End: ranks draw the same numbers again."""

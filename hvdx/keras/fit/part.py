@@ -54,6 +54,9 @@ class Part(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """End a step, or several that were executed together."""
 
+    def end_first_step(self) -> None:
+        """Finish the first step of a fit, right after the `on_train_batch_end` of this part."""
+
     def save_and_leave(self, steps: int) -> None:
         """Save the training and end the process, after a rank was `preempted`.
 
@@ -76,6 +79,7 @@ class Parts(Part):
     def __init__(self, parts: Sequence[Part] = ()):
         super().__init__()
         self.parts = self.called = list(parts)
+        self._first_step = True
 
     def _run(self, hook: str, *args: object) -> None:
         for part in self.called:
@@ -108,6 +112,7 @@ class Parts(Part):
             part.end_steps()
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self._first_step = True
         self._run("on_train_begin", logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
@@ -124,7 +129,11 @@ class Parts(Part):
         self._run("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._run("on_train_batch_end", batch, logs)
+        first, self._first_step = self._first_step, False
+        for part in self.called:
+            part.on_train_batch_end(batch, logs)
+            if first:
+                part.end_first_step()
 
     def on_test_begin(self, logs: Logs = None) -> None:
         self._run("on_test_begin", logs)

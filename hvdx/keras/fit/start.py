@@ -17,10 +17,10 @@ class Start(Part):
     def __init__(self, comm: Comm, sync: SyncCallback, attachment: Attachment):
         super().__init__()
         self._comm, self._sync, self._attachment = comm, sync, attachment
-        self._first_step, self._weights = True, 0
+        self._weights = 0
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._first_step, self._weights = True, 0
+        self._weights = 0
 
     def agree(self, offered: list[object]) -> None:
         """Broadcast the state of rank 0, to which `Checkpoint` may have restored it before."""
@@ -30,13 +30,12 @@ class Start(Part):
             within = bool(self._sync.steps_done)
             self._broadcast(rank_local_ids(self.model, within, of=lambda _, adapter: adapter.has_state))
 
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+    def end_first_step(self) -> None:
         """Broadcast again if the first step has built layers."""
-        if self._first_step and len(self.model.weights) > self._weights:
+        if len(self.model.weights) > self._weights:
             for adapter in self._attachment.adapters:
                 adapter.prepare_broadcast()
             self._broadcast({id(v) for part in declared(self.model) for v in part})
-        self._first_step = False
 
     def _broadcast(self, excluded: Collection[int]) -> None:
         replicas.broadcast_state(self.model, 0, self._comm, excluded)

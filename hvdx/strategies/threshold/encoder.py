@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Protocol
 
 import numpy as np
 
 from hvdx import codec as codecs
+from hvdx.codec.base import Array
 from hvdx.comm import Comm, progress
 from hvdx.comm.launcher import kernel_threads
 from hvdx.costs.types import Link
@@ -18,13 +20,61 @@ from hvdx.strategies.step import DeviceArrays, Encoded, Encoder
 from hvdx.strategies.threshold.density import INITIAL_DENSITY, STARVED, DensityControl
 from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.shards import Order
 from hvdx.strategies.threshold.warmup import START
 
 _log = Log(__name__)
 
 # Steps whose entries are counted together, to notice an exchange that is starved.
 _STARVATION_STEPS = 16
+
+
+class Order(Protocol):
+    """Order in which messages hold the elements of some arrays, which make up a vector."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each of the arrays that are encoded."""
+
+    @property
+    def shard_size(self) -> int | None:
+        """Number of elements of a shard; None if messages are not split."""
+
+    def arranged(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Return the arrays that are encoded, views of the given ones."""
+
+    def origin(self, view: int, element: int) -> tuple[int, int]:
+        """Return the number of the array, and the element in it, of an element of an encoded array."""
+
+    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
+        """Return the elements of all encoded arrays in the order of the vector."""
+
+    def from_vector(self, vector: np.ndarray) -> np.ndarray:
+        """Return the elements of a vector in the order of the encoded arrays."""
+
+
+class VectorOrder:
+    """The order of the vector itself.
+
+    Args:
+        sizes: number of elements of each of the arrays.
+    """
+
+    shard_size: int | None = None
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+
+    def arranged(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        return list(arrays)
+
+    def origin(self, view: int, element: int) -> tuple[int, int]:
+        return view, element
+
+    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
+        return encoded
+
+    def from_vector(self, vector: np.ndarray) -> np.ndarray:
+        return vector
 
 
 class ThresholdEncoder(Encoder):
@@ -35,7 +85,7 @@ class ThresholdEncoder(Encoder):
         comm: the ranks. Making the encoder is collective: its kernels are compiled.
         specs: the tensors, of the same shapes on all ranks.
         lookahead: see `Threshold`.
-        order: order of the elements in messages.
+        order: order of the elements in messages; that of the tensors by default.
         device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
 
     Attributes:
@@ -51,10 +101,11 @@ class ThresholdEncoder(Encoder):
         comm: Comm,
         specs: Sequence[TensorSpec],
         lookahead: float,
-        order: Order,
+        order: Order | None = None,
         device: str = "cpu",
     ):
         target = options.target_density
+        order = order or VectorOrder([s.elements for s in specs])
         self.options, self._specs, self._lookahead, self._order = options, list(specs), lookahead, order
         self._threads, self._kind = options.threads or kernel_threads(comm.local_size), device
         self._density = INITIAL_DENSITY if isinstance(target, str) else target
@@ -119,15 +170,14 @@ class ThresholdEncoder(Encoder):
             message, self.state = codec.encode(self._order.arranged(tensors), self.state, self._lookahead)
         except UpdateError as error:
             raise UpdateError(error.problem, *self._order.origin(error.variable, error.element)) from None
-        entries = int(self.state.sent.sum())
-        self._tau = float(np.median(self.state.taus))
+        entries, self._tau = self.state.sent, float(self.state.tau)
         self._warn_of_size(message.size)
         starved, density = self._starved_steps(entries), entries / max(self._n, 1)
-        return Encoded(message, codec, tensors, self.state.taus, entries, density, self._tau, starved)
+        return Encoded(message, codec, tensors, entries, density, self._tau, starved)
 
     def silent(self, step: int) -> Encoded:
         self._step = step
-        return Encoded(np.zeros(0, np.uint8), self._codec_of(step), taus=self.state.taus)
+        return Encoded(np.zeros(0, np.uint8), self._codec_of(step), tau=float(self.state.tau))
 
     def _warn_of_size(self, size: int) -> None:
         """Warn once if messages are larger than float32 updates, which a fixed tau far below the updates causes."""
@@ -188,6 +238,8 @@ class ThresholdEncoder(Encoder):
     def observe_sample(self, sample: object) -> None:
         if isinstance(sample, GatheredSample | SummedSample):
             sample.add_to(self.noise)
+        elif sample is not None:
+            raise TypeError(f"sample: expected GatheredSample or SummedSample, got {type(sample).__name__}.")
 
     def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
         # The same on all ranks, those included that sent nothing.
@@ -199,7 +251,7 @@ class ThresholdEncoder(Encoder):
     # -- the residual, and the rest of the state ----------------------------------------------------------------------
 
     def residual_rms(self) -> float:
-        residual, tau = self.state.residual, float(np.median(self.state.taus))
+        residual, tau = self.state.residual, float(self.state.tau)
         residual = residual if self.device is None else self.device.fetch(residual)
         return float(np.sqrt(np.dot(residual, residual) / max(residual.size, 1))) / tau if tau else 0.0
 

@@ -19,7 +19,7 @@ from hvdx.strategies.threshold.density import INITIAL_DENSITY
 from hvdx.strategies.threshold.host_sums import open_sums
 from hvdx.strategies.threshold.noise import common_sample
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.shards import OWNER, whole_residual
+from hvdx.strategies.threshold.states import OWNER, scaled, whole_residual
 
 _log = Log(__name__)
 
@@ -35,14 +35,19 @@ class _HostStep(Prepared):
     """Encoded piece of a step.
 
     Attributes:
+        exchange: exchange that encoded the piece.
         step_input: input of this rank.
         status: status of this rank alone.
         inner: the step in the exchange between hosts.
         others_fail: whether the host cannot take the step because of one of its other ranks.
     """
 
+    exchange: "HostsExchange"
     inner: EncodedStep
     others_fail: bool
+
+    def deliver(self) -> list[np.ndarray]:
+        return self.exchange.deliver(self)
 
 
 class HostsExchange(HostExchange):
@@ -129,7 +134,7 @@ class HostsExchange(HostExchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def combine(self, step_input: StepInput) -> list[np.ndarray]:
-        return self.deliver(self.prepare(step_input))
+        return self.prepare(step_input).deliver()
 
     def prepare(self, step_input: StepInput) -> _HostStep:
         """Add up the updates of the host, and encode this rank's piece. Collective among the ranks of a host."""
@@ -161,13 +166,13 @@ class HostsExchange(HostExchange):
         elif fault and blaming.index(faulty) == self._position:
             where = f"rank {self._world_ranks[faulty]}, step {sent.number + 1}"
             _log.warning(f"{where}: {fault}: NaN or infinity in the update")
-        step = _HostStep(step_input, sent.status, sent, bool(failed))
+        step = _HostStep(self, step_input, sent.status, sent, bool(failed))
         return step.skipped(blamed=True) if self._position in failed else step
 
-    def deliver(self, prepared: Prepared) -> list[np.ndarray]:
-        assert isinstance(prepared, _HostStep)  # that of `prepare`
-        inner = replace(prepared.inner, status=prepared.status)
-        self.inner.deliver(inner.skipped(blamed=False) if prepared.is_fine and prepared.others_fail else inner)
+    def deliver(self, step: _HostStep) -> list[np.ndarray]:
+        """Exchange an encoded piece; see `Prepared.deliver`."""
+        inner = replace(step.inner, status=step.status)
+        self.inner.deliver(inner.skipped(blamed=False) if step.is_fine and step.others_fail else inner)
         return self._gather()
 
     def _add_up(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> bool:
@@ -226,7 +231,7 @@ class HostsExchange(HostExchange):
         state = dict(whole_residual(state, self._host))
         piece = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
         whole = self._codec.init(self._sizes).arrays()
-        whole |= _scaled(piece, whole["lengths"] / piece["lengths"])
+        whole |= scaled(piece, whole["lengths"] / piece["lengths"])
         whole |= {"residual": self._whole(piece["residual"]), "step": piece["step"]}
         rest = {k: v for k, v in state.items() if not k.startswith(("codec.", OWNER))}
         return rest | {f"codec.{k}": v for k, v in whole.items()} | own
@@ -276,21 +281,12 @@ class HostsExchange(HostExchange):
         residual = np.empty_like(self._piece)
         whole = whole_residual(state, self._rank)["codec.residual"]
         self._sums.total(views(np.ascontiguousarray(whole), self.specs), residual)
-        lengths = self._codec.init([s.elements for s in self.inner.specs]).lengths
+        lengths = self._codec.init([s.elements for s in self.inner.specs]).arrays()["lengths"]
         before = {k.removeprefix("codec."): v for k, v in state.items() if k.startswith("codec.")}
-        piece = _scaled(before, lengths / before["lengths"])
+        piece = scaled(before, lengths / before["lengths"])
         piece |= {"residual": residual, "lengths": lengths, "step": state["codec.step"]}
         rest = {k: v for k, v in state.items() if not k.startswith(("codec.", "piece", OWNER))}
         return rest | {f"codec.{k}": v for k, v in piece.items()}
-
-
-def _scaled(state: Mapping[str, np.ndarray], ratio: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the taus of a codec's state, and its counts for `ratio` times the elements."""
-    means = state["means"]
-    return {name: np.array(state[name]) for name in ("taus", "found", "floors", "quiet")} | {
-        "means": np.where(means < 0, means, means * ratio),
-        "sent": np.rint(state["sent"] * ratio).astype(np.int64),
-    }
 
 
 def _words_of(sample: Sequence[np.ndarray] | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Opening of the exchanges of `Threshold`: an encoder, a route, and the step around them."""
+"""Opening of the exchanges of `Threshold`: the choice of their kind, and the parts of which each is composed."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,14 +9,71 @@ from hvdx.comm import Comm
 from hvdx.costs.link import probe
 from hvdx.costs.model import Situation
 from hvdx.costs.types import Link
+from hvdx.errors import ConfigError
+from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec
+from hvdx.strategies.host import HostExchange
 from hvdx.strategies.step import MessageExchange, Route
 from hvdx.strategies.threshold import costs
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
+from hvdx.strategies.threshold.hosts import HostsExchange
 from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.ordered import OrderedExchange
 from hvdx.strategies.threshold.routes.all_gather import AllGatherRoute
 from hvdx.strategies.threshold.routes.sharded import ShardedRoute
-from hvdx.strategies.threshold.shards import OWNER_DENSITY, Order, Shards, VectorOrder
+from hvdx.strategies.threshold.shards import OWNER_DENSITY, Shards
+
+_log = Log(__name__)
+
+# Largest number of elements that the ranks of a host add up: MPI counts bytes in a C int.
+_MOST_ELEMENTS = 2**29 - 1
+
+
+def open_exchange(
+    options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float, device: str, ranks_to_sum: int
+) -> HostExchange:
+    """Open the exchange that fits the options, the ranks and the link; report it if hvdx has chosen it. Collective.
+
+    Args:
+        options, comm, specs, lookahead, device: see `open_messages`.
+        ranks_to_sum: number of ranks whose updates may be added up on each host; 1 if every rank sends its own.
+    """
+    if options.asynchronous:
+        return OrderedExchange(options, comm, specs, lookahead)
+    exchange: HostsExchange | MessageExchange
+    if adds_up(options, comm, sum(s.elements for s in specs), device, ranks_to_sum):
+        exchange = HostsExchange(
+            options,
+            comm,
+            specs,
+            lambda between, pieces, **more: open_messages(options, between, pieces, lookahead, **more),
+        )
+        chosen = "auto" in (options.local, options.exchange)
+    else:
+        exchange, chosen = open_messages(options, comm, specs, lookahead, device), options.exchange == "auto"
+    if comm.world_ranks[comm.rank] == 0 and exchange.description and chosen:
+        _log.info(f"threshold: {exchange.description}")
+    return exchange
+
+
+def adds_up(options: Options, comm: Comm, elements: int, device: str, count: int) -> bool:
+    """Return whether the ranks of a host add up their updates; the same on all ranks. Collective.
+
+    Args:
+        options, comm, device: see `open_messages`.
+        elements: number of elements of the tensors.
+        count: see `ranks_to_sum` of `open_exchange`.
+    """
+    if count == 1 or elements < count:
+        return False
+    if elements > _MOST_ELEMENTS and options.local == "dense":
+        raise ConfigError.on_all_ranks(
+            f"threshold: local='dense': expected at most {_MOST_ELEMENTS:,} elements, got {elements:,}. Use "
+            "local='none'."
+        )
+    # Hosts may differ: some have no GPU.
+    devices = comm.all_gather_object(device, "the devices of updates")
+    return elements <= _MOST_ELEMENTS and set(devices) == {"cpu"}
 
 
 def open_messages(
@@ -47,8 +104,7 @@ def open_messages(
     elements = elements or sum(sizes)
     kind, network = choose_route(options, comm, elements, device, network)
     shards = Shards(sizes, comm.size) if kind == "sharded" else None
-    order: Order = VectorOrder(sizes) if shards is None else shards
-    encoder = ThresholdEncoder(options, comm, specs, lookahead, order, device)
+    encoder = ThresholdEncoder(options, comm, specs, lookahead, shards, device)
     channel = comm.channel("the updates")
     channel.exchange([])  # all ranks have compiled
     route: Route = AllGatherRoute(channel, ranks_per_message)

@@ -22,7 +22,7 @@ from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.routes.all_gather import words_of
 from hvdx.strategies.threshold.routes.replica import SEQUENCER, Replica
 from hvdx.strategies.threshold.routes.session_mailbox import HEADER_BYTES, Payload, Session, session_mailbox_of
-from hvdx.strategies.threshold.shards import VectorOrder, whole_residual
+from hvdx.strategies.threshold.states import whole_residual
 
 # Bytes that may be in flight in any case.
 _LEAST_ROOM = 1 << 20
@@ -49,7 +49,7 @@ class OrderedExchange(HostExchange):
         super().__init__(specs, StaleTelemetry())
         self._comm = comm
         self._rank, self._size, self._world_ranks = comm.rank, comm.size, comm.world_ranks
-        self.encoder = ThresholdEncoder(options, comm, specs, lookahead, VectorOrder([s.elements for s in specs]))
+        self.encoder = ThresholdEncoder(options, comm, specs, lookahead)
         channel = comm.channel("the updates")
         channel.exchange([])  # all ranks have compiled
         if options.target_density == "auto":

@@ -4,14 +4,12 @@ Shards are the pieces of a `Dealing`. In the order of the shards, each shard's b
 the last blocks, so all shards have the same length.
 """
 
-import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdx.errors import ConfigError
 from hvdx.strategies.threshold.dealing import Dealing
 
 if TYPE_CHECKING:
@@ -39,64 +37,7 @@ def owner_density(density: float) -> float:
     return min(OWNER_DENSITY * density, MOST_DENSITY)
 
 
-class Order(abc.ABC):
-    """Order in which messages hold the elements of some arrays, which make up a vector."""
-
-    @property
-    @abc.abstractmethod
-    def sizes(self) -> list[int]:
-        """Number of elements of each of the arrays that are encoded."""
-
-    @property
-    def shard_size(self) -> int | None:
-        """Number of elements of a shard; None if messages are not split."""
-        return None
-
-    @abc.abstractmethod
-    def arranged(self, arrays: Sequence["Array"]) -> Sequence["Array"]:
-        """Return the arrays that are encoded, views of the given ones."""
-
-    @abc.abstractmethod
-    def origin(self, view: int, element: int) -> tuple[int, int]:
-        """Return the number of the array, and the element in it, of an element of an encoded array."""
-
-    @abc.abstractmethod
-    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
-        """Return the elements of all encoded arrays in the order of the vector."""
-
-    @abc.abstractmethod
-    def from_vector(self, vector: np.ndarray) -> np.ndarray:
-        """Return the elements of a vector in the order of the encoded arrays."""
-
-
-class VectorOrder(Order):
-    """The order of the vector itself.
-
-    Args:
-        sizes: number of elements of each of the arrays.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = list(sizes)
-
-    @property
-    def sizes(self) -> list[int]:
-        return self._sizes
-
-    def arranged(self, arrays: Sequence["Array"]) -> Sequence["Array"]:
-        return list(arrays)
-
-    def origin(self, view: int, element: int) -> tuple[int, int]:
-        return view, element
-
-    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
-        return encoded
-
-    def from_vector(self, vector: np.ndarray) -> np.ndarray:
-        return vector
-
-
-class Shards(Order):
+class Shards:
     """Shards of a vector.
 
     Args:
@@ -198,49 +139,3 @@ class Shards(Order):
         padded = np.zeros(self.elements, vector.dtype)
         padded[: self._n] = vector
         return padded
-
-
-# Prefix of the state of a shard in a saved state of `routes.sharded`, and its number of ranks.
-OWNER, OWNERS = "owner.", "owner.ranks"
-
-
-def whole_residual(state: Mapping[str, np.ndarray], rank: int) -> Mapping[str, np.ndarray]:
-    """Return a saved state in which the residual of the shard has been added to the residual of the rank.
-
-    Args:
-        state: state of `ThresholdExchange`, or of a sharded exchange.
-        rank: rank of the state.
-
-    Raises:
-        ConfigError: if the residual is not that of a shard.
-    """
-    if OWNERS not in state:
-        return state
-    residual, ranks = state["codec.residual"], int(state[OWNERS])
-    shards, shard = Shards([residual.size], max(ranks, 1)), state[OWNER + "residual"]
-    if ranks <= rank or shard.size != shards.shard_size:
-        raise ConfigError(
-            f"threshold: the saved state: expected the residual of shard {rank} of {residual.size} elements, got "
-            f"{shard.size} elements of one of {ranks} shards."
-        )
-    return dict(state) | {"codec.residual": residual + shards.embed(shard, rank)}
-
-
-def reshard(saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
-    """Cut the residuals of the shards of saved states anew, for another number of ranks.
-
-    Args:
-        saved: state of each rank that saved, in rank order; all are of a sharded exchange.
-        rank, size: rank, and number of ranks now.
-
-    Returns:
-        The entries of the new state that differ from those of `saved[rank % len(saved)]`.
-    """
-    sizes = [saved[0]["codec.residual"].size]
-    before, now = Shards(sizes, len(saved)), Shards(sizes, size)
-    whole = before.to_vector(np.concatenate([state[OWNER + "residual"] for state in saved]))
-    return {
-        OWNER + "residual": now.of_rank(whole, rank),
-        OWNER + "lengths": np.array([now.shard_size], np.int64),
-        OWNERS: np.array(size),
-    }

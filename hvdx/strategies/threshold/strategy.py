@@ -27,9 +27,8 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.host import HostExchange
 from hvdx.strategies.serving.step_client import StepClient
-from hvdx.strategies.threshold import costs, warmup
+from hvdx.strategies.threshold import costs, states, warmup
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.shards import OWNERS, reshard
 
 _log = Log(__name__)
 
@@ -37,8 +36,6 @@ _log = Log(__name__)
 Placement = Literal["update", "gradient"]
 ExchangeKind = Literal["auto", "all_gather", "sharded"]
 Local = Literal["auto", "dense", "none"]
-# Largest number of elements that the ranks of a host add up: MPI counts bytes in a C int.
-_MOST_ELEMENTS = 2**29 - 1
 
 
 class Threshold(Strategy):
@@ -223,35 +220,14 @@ class Threshold(Strategy):
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> HostExchange:
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
-        options, lookahead = self.options, self.lookahead_for(momentum)
-        if self.asynchronous:
-            from hvdx.strategies.threshold.ordered import OrderedExchange
-
-            return OrderedExchange(options, comm, specs, lookahead)
         device, why = self._choose_device(specs)
         if why and comm.rank == 0:
             _log.warning(f"every update crosses from the GPU to the host. {why}")
-        # Imported here because they import Numba, which other strategies do not need.
-        from hvdx.strategies.threshold.hosts import HostsExchange
-        from hvdx.strategies.threshold.opening import open_messages
+        # Imported here because it imports Numba, which other strategies do not need.
+        from hvdx.strategies.threshold.opening import open_exchange
 
-        if self._adds_up(comm, sum(s.elements for s in specs), device):
-            hosts = HostsExchange(
-                options,
-                comm,
-                specs,
-                lambda between, pieces, **more: open_messages(options, between, pieces, lookahead, **more),
-            )
-            self._report(comm, hosts.description, "auto" in (self.local, self.exchange))
-            return hosts
-        exchange = open_messages(options, comm, specs, lookahead, device)
-        self._report(comm, exchange.description, self.exchange == "auto")
-        return exchange
-
-    def _report(self, comm: Comm, description: str, chosen: bool) -> None:
-        """Print on rank 0 how messages travel, if hvdx has chosen it and it is not the usual way."""
-        if comm.world_ranks[comm.rank] == 0 and description and chosen:
-            _log.info(f"threshold: {description}")
+        count = self._ranks_to_sum(comm.hosts)
+        return open_exchange(self.options, comm, specs, self.lookahead_for(momentum), device, count)
 
     def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """Return the client of rank 0, which hands out the steps."""
@@ -274,20 +250,6 @@ class Threshold(Strategy):
                 "as many on each, or use local='none'."
             )
         return 1
-
-    def _adds_up(self, comm: Comm, elements: int, device: str) -> bool:
-        """Return whether the ranks of a host add up their updates; the same on all ranks. Collective."""
-        count = self._ranks_to_sum(comm.hosts)
-        if count == 1 or elements < count:
-            return False
-        if elements > _MOST_ELEMENTS and self.local == "dense":
-            raise ConfigError.on_all_ranks(
-                f"threshold: local='dense': expected at most {_MOST_ELEMENTS:,} elements, got {elements:,}. Use "
-                "local='none'."
-            )
-        # Hosts may differ: some have no GPU.
-        devices = comm.all_gather_object(device, "the devices of updates")
-        return elements <= _MOST_ELEMENTS and set(devices) == {"cpu"}
 
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
@@ -315,14 +277,7 @@ class Threshold(Strategy):
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""
-        # The state of a piece of a host's elements fits its own hosts only.
-        state = saved[rank % len(saved)]
-        mine = {k: np.array(v) for k, v in state.items() if not k.startswith("piece")}
-        residual = np.zeros_like(mine["codec.residual"], dtype=np.float64)
-        for other in range(rank, len(saved), size):
-            residual += saved[other]["codec.residual"]
-        mine["codec.residual"] = residual.astype(np.float32)
-        return mine | (reshard(saved, rank, size) if OWNERS in mine else {})
+        return states.merge(saved, rank, size)
 
     def _defaults(self) -> dict[str, object]:
         # Without tau, the default of `target_density` is "auto".

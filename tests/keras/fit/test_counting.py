@@ -1,5 +1,7 @@
 """Counts of the steps and epochs of a fit, without training."""
 
+from types import SimpleNamespace
+
 from hvdx.comm import LocalComm, progress
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.recording import Recording
@@ -7,7 +9,7 @@ from hvdx.strategies import resolve
 
 
 def counting(strategy="all_reduce"):
-    made = Counting(LocalComm(), resolve(strategy), Recording())
+    made = Counting(LocalComm(), SimpleNamespace(strategy=resolve(strategy)), Recording())
     made.set_params({"epochs": 3, "steps": 5})
     made.on_train_begin()
     return made

@@ -32,6 +32,12 @@ class Notes(Part):
     def end_steps(self):
         self._seen.append(f"{self._name} steps")
 
+    def on_train_batch_end(self, batch, logs=None):
+        self._seen.append(f"{self._name} {batch}")
+
+    def end_first_step(self):
+        self._seen.append(f"{self._name} first")
+
     def on_test_begin(self, logs=None):
         self._seen.append(f"{self._name} test")
 
@@ -60,12 +66,23 @@ def test_steps_end_once_in_an_epoch_and_parts_end_in_the_reverse_order():
     assert seen == ["a steps", "b steps", "a test", "b test", "a epoch", "b epoch", "b end", "a end"]
 
 
+def test_first_step_of_each_fit_ends_in_each_part_in_turn():
+    seen = []
+    parts = Parts([Notes("a", seen), Notes("b", seen)])
+    for first in (3, 0):
+        seen.clear()
+        parts.on_train_begin()
+        parts.on_train_batch_end(first)
+        parts.on_train_batch_end(first + 1)
+        assert seen == [f"a {first}", "a first", f"b {first}", "b first", f"a {first + 1}", f"b {first + 1}"]
+
+
 def test_sync_callback_reads_other_parts_in_the_list():
     """As `Checkpoint` is one, which resumes in mid-epoch."""
     seen, (comm,), recording = [], virtual_world(1), Recording()
     strategy = resolve("all_reduce")
-    parts, counting = Parts([Notes("a", seen)]), Counting(comm, strategy, recording)
-    sync = SyncCallback(comm, counting, Attachment(comm, strategy, recording), parts)
+    parts, attachment = Parts([Notes("a", seen)]), Attachment(comm, strategy, recording)
+    sync = SyncCallback(comm, Counting(comm, attachment, recording), attachment, parts)
     assert issubclass(hvd.Checkpoint, Part)
     assert sync.steps_done == 0
     keras.callbacks.CallbackList([Notes("saver", seen), sync]).on_train_begin()

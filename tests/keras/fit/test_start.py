@@ -34,15 +34,14 @@ def start(model, steps_done=0):
 def test_statistics_stay_rank_local_in_mid_epoch_alone(sent, steps_done):
     norm = keras.layers.BatchNormalization()
     part, prepared = start(keras.Sequential([keras.Input((3,)), norm]), steps_done)
-    part.on_train_batch_end(0)
+    part.end_first_step()
     assert sent == [{id(v) for v in norm.non_trainable_weights} if steps_done else set()]
     assert prepared == []
 
 
-def test_layers_that_the_first_step_builds_are_broadcast_after_it_once(sent):
+def test_layers_that_the_first_step_builds_are_broadcast_after_it(sent):
     part, prepared = start(keras.Sequential([keras.layers.Dense(2)]))
     assert sent == []
     part.model(np.zeros((1, 3), "float32"))
-    part.on_train_batch_end(0)
-    part.on_train_batch_end(1)
+    part.end_first_step()
     assert (sent, prepared) == ([set()], [True])

@@ -42,7 +42,7 @@ def run(workers, function, servers=0, limit=40.0):
         except Exception as error:
             results[comm.rank] = error
         finally:
-            opened = client._clients.pop(comm)
+            opened = client._clients._made.pop(comm, None)
             if opened is not None:
                 opened.close()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hvdx.errors import ConfigError, HvdxError, WireError
 from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.threshold.hosts import HostsExchange
+from hvdx.strategies.threshold.opening import adds_up
 from tests.strategies.threshold.test_strategy import OPTIONS, flat, restarted, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_hosts
 
@@ -147,14 +148,12 @@ def test_fewer_elements_than_ranks_are_not_divided():
     assert on_hosts("aabb", run) == [1.5] * 4
 
 
-def test_devices_that_differ_are_agreed_on(monkeypatch):
+def test_devices_that_differ_are_agreed_on():
     """If one rank would encode on a GPU, all ranks send messages of their own."""
-    monkeypatch.setattr(
-        Threshold, "_choose_device", lambda self, specs: ("cuda" if specs[0].device == "GPU:0" else "cpu", "")
-    )
-    kinds = on_hosts("aabb", lambda comm: Threshold()._adds_up(comm, 100, "cuda" if comm.rank == 3 else "cpu"))
+    options = Threshold().options
+    kinds = on_hosts("aabb", lambda comm: adds_up(options, comm, 100, "cuda" if comm.rank == 3 else "cpu", 2))
     assert kinds == [False] * 4
-    assert on_hosts("aabb", lambda comm: Threshold()._adds_up(comm, 100, "cpu")) == [True] * 4
+    assert on_hosts("aabb", lambda comm: adds_up(options, comm, 100, "cpu", 2)) == [True] * 4
 
 
 def test_unequal_hosts_are_refused_on_all_ranks():

@@ -9,7 +9,7 @@ import numpy as np
 from hvdx.comm import Channel
 from hvdx.strategies.step import Arrived, Outgoing, Route
 from hvdx.strategies.threshold.noise import GatheredSample
-from hvdx.strategies.threshold.shards import whole_residual
+from hvdx.strategies.threshold.states import whole_residual
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HEADER = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Messages(Arrived):
     """Messages of all ranks.
 
@@ -29,11 +29,10 @@ class Messages(Arrived):
         messages: uint8[bytes] of each rank that counts, in rank order.
     """
 
-    codec: "Decoder | None" = None
-    messages: Sequence[np.ndarray] = ()
+    codec: "Decoder"
+    messages: Sequence[np.ndarray]
 
     def add_to(self, out: "Sequence[Array]", scale: float, clear: bool) -> None:
-        assert self.codec is not None  # the default is for the fields before it
         (self.codec.decode_sum if clear else self.codec.decode)(self.messages, out, scale)
 
 

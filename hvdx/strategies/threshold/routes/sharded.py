@@ -26,7 +26,8 @@ from hvdx.strategies.host import NOT_FINITE
 from hvdx.strategies.step import Arrived, Outgoing, Route
 from hvdx.strategies.threshold.noise import SummedSample, sums_of
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.shards import OWNER, OWNER_LOOKAHEAD, OWNERS, Shards, owner_density
+from hvdx.strategies.threshold.shards import OWNER_LOOKAHEAD, Shards, owner_density
+from hvdx.strategies.threshold.states import OWNER, OWNERS
 
 # Numbers that a rank sends to each other rank before the first phase: bytes for its shard, status, and the times in
 # microseconds.
@@ -39,28 +40,23 @@ _SAMPLE_EVERY = 4
 _TOO_MANY = 1.5
 
 
-def _on_host(arrays: Sequence[Array]) -> list[np.ndarray]:
-    return [np.asarray(array) for array in arrays]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnersMessages(Arrived):
     """Messages of the owners of all shards.
 
     Attributes:
         codec: codec of the ranks' messages, which joins those of shards.
-        messages: uint8[bytes] of each owner, in rank order.
+        messages: uint8[bytes] of each owner, in rank order; empty if a rank has NaN.
         shard_size: number of elements of a shard.
         arranged: function that returns views of an output in the order of the shards.
     """
 
-    codec: codecs.Threshold | None = None
+    codec: codecs.Threshold
     messages: Sequence[np.ndarray] = ()
-    shard_size: int = 0
-    arranged: Callable[[Sequence[Array]], Sequence[np.ndarray]] = _on_host
+    shard_size: int
+    arranged: Callable[[Sequence[Array]], Sequence[np.ndarray]]
 
     def add_to(self, out: Sequence[Array], scale: float, clear: bool) -> None:
-        assert self.codec is not None  # the default is for the fields before it
         out = self.arranged(out)
         joined = self.codec.join(self.messages, self.shard_size)
         try:
@@ -116,7 +112,7 @@ class ShardedRoute(Route):
         """Return views of an output in the order of the shards; those of the last one are kept."""
         if len(out) != len(self._out) or any(a is not b for a, b in zip(out, self._out, strict=True)):
             padding = np.zeros(self._shards.shard_size, np.float32)
-            self._out = _on_host(out)
+            self._out = [np.asarray(array) for array in out]
             self._views = Shards([a.size for a in out], self._size).views(self._out, padding)
         return self._views
 
@@ -137,7 +133,10 @@ class ShardedRoute(Route):
         numbers = self._channel.all_to_all_rows(numbers)
         begun, cutting = clock.now(), work.seconds
         statuses, times = numbers[:, _STATUS].astype(np.int64), 1000 * numbers[:, _TIMES].astype(np.int64)
-        arrived = OwnersMessages(statuses, times, begun - begin - cutting, 0.0)
+        arrived = OwnersMessages(
+            statuses, times, begun - begin - cutting, 0.0,
+            codec=codec, shard_size=self._shards.shard_size, arranged=self._arranged,
+        )  # fmt: skip
         if not statuses.any():
             sample = self._sum_samples(outgoing)
             arrived = replace(self._two_phases(to_owners, numbers[:, _BYTES], outgoing, arrived, work), sample=sample)
@@ -168,12 +167,10 @@ class ShardedRoute(Route):
         got = self._channel.all_to_all(to_owners, sizes.tolist())
         codec = self._owner_codec(self._density)
         work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active_ranks], [self._sum]))
-        joining = outgoing.encoded.codec
-        assert isinstance(joining, codecs.Threshold)  # see `send`
         status, message = 0, np.zeros(0, np.uint8)
         lookahead = self._lookahead if outgoing.sample is not None else 0.0
         try:
-            message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.taus, lookahead))
+            message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.tau, lookahead))
         except UpdateError:
             status = NOT_FINITE
         received = self._channel.exchange([status], message)
@@ -191,25 +188,22 @@ class ShardedRoute(Route):
             statuses=faults if faults.any() else arrived.statuses,
             sent=sent,
             received=got_bytes,
-            codec=joining,
             messages=received.messages,
-            shard_size=self._shards.shard_size,
-            arranged=self._arranged,
         )
 
-    def _encode_sum(self, codec: codecs.Threshold, least: np.ndarray | None, lookahead: float) -> np.ndarray:
+    def _encode_sum(self, codec: codecs.Threshold, least: float, lookahead: float) -> np.ndarray:
         """Encode this rank's shard of the sum.
 
         Args:
             codec: codec of the owner.
-            least: taus of this rank's messages.
+            least: tau of this rank's messages.
             lookahead: see `Threshold`.
         """
-        if codec.target_density is not None and least is not None:
+        if codec.target_density is not None:
             # Entries are multiples of the ranks' taus. If there are fewer than the owner may send, a smaller tau would
             # only make the multiples larger.
-            taus = np.where(self._owner.found, np.maximum(self._owner.taus, least), least)
-            self._owner = replace(self._owner, taus=taus, found=np.ones_like(self._owner.found))
+            tau = max(self._owner.tau, np.float32(least)) if self._owner.found else np.float32(least)
+            self._owner = replace(self._owner, tau=tau, found=True)
         message, self._owner = codec.encode([self._sum], self._owner, lookahead)
         if codec.target_density is not None:
             self._owner = _with_fewer_entries(self._owner, codec)
@@ -271,13 +265,12 @@ def _with_fewer_entries(owner: codecs.ThresholdState, codec: codecs.Threshold) -
         owner: state of the owner's encoder.
         codec: its codec, with a target density.
     """
-    wanted, sent = max((codec.target_density or 0.0) * owner.residual.size, 1.0), float(owner.sent.sum())
+    wanted, sent = max((codec.target_density or 0.0) * owner.residual.size, 1.0), owner.sent
     if not _TOO_MANY * wanted < sent <= 4 * wanted:
         return owner
     # As the codec does above four times the wanted number: the density falls at least with the square of tau.
-    raised = [on_grid(float(tau) * (sent / wanted) ** 0.5, codec.tau_steps, up=True) for tau in owner.taus]
-    taus = np.maximum(owner.taus, np.array(raised, np.float32))
-    return replace(owner, taus=taus, means=np.minimum(owner.means, wanted))
+    raised = on_grid(float(owner.tau) * (sent / wanted) ** 0.5, up=True)
+    return replace(owner, tau=max(owner.tau, raised), mean=min(owner.mean, wanted))
 
 
 def _blame(codec: Decoder, message: np.ndarray, shard_size: int, rank: int) -> None:
