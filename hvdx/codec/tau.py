@@ -76,7 +76,7 @@ def largest(histogram: np.ndarray) -> np.float32:
 def next_tau(
     tau: np.float32, mean: float, sent: int, near: np.ndarray, elements: int, density: float
 ) -> tuple[np.float32, float]:
-    """Return tau for the next update, and the running mean of the number of entries.
+    """Return tau for the next update, and the running mean of the number of entries, after an update that is not zero.
 
     Too many entries raise tau by one step of the grid, or by a factor of up to 4 if this update has more than four
     times the wanted number. Too few entries lower tau by at least one step. The next update sends all residuals that
@@ -91,10 +91,11 @@ def next_tau(
         elements: number of elements of the update.
         density: share of the elements to send.
     """
-    if sent == 0:
-        # This is an idle phase, or a step that only accumulates. A lower tau would later send many residuals at once.
-        return tau, mean
     wanted = max(density * elements, 1.0)
+    low = [share for share, count in zip(SHARES, near, strict=True) if count <= wanted]
+    if sent == 0:
+        # tau is too high by far, unless residuals are smaller still: then it is not known by how much.
+        return (on_grid(float(tau) * min(low), up=True) if low and near[-1] else tau), mean
     mean = float(sent) if mean < 0 else mean + _MEMORY * (sent - mean)
     if sent > 4 * wanted:
         # The density falls at least with the square of tau. This is between the tails of a Gaussian and of a random
@@ -104,7 +105,6 @@ def next_tau(
     if mean > _SLACK * wanted:
         return on_grid(float(tau) * (1 + 0.5 / STEPS), up=True), mean
     if mean * _SLACK < wanted:
-        low = [share for share, count in zip(SHARES, near, strict=True) if count <= wanted]
         step = on_grid(float(tau) * (1 - 0.25 / STEPS))
         return (min(step, on_grid(float(tau) * min(low), up=True)) if low else step), mean
     return tau, mean

@@ -238,7 +238,7 @@ class Threshold(Codec[ThresholdState]):
         except _Refused as refused:
             state.claim.release()
             raise self._cannot_send(update, state, refused.fault, refused.tau, lookahead) from None
-        return frame.seal(message, self._wire_number), self._adapted(after, coded)
+        return frame.seal(message, self._wire_number), self._adapted(after, coded, update, stream)
 
     def decode(
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
@@ -400,11 +400,14 @@ class Threshold(Codec[ThresholdState]):
             new = tau.on_grid(float(state.tau) / 2)
         return replace(state, tau=max(new, floor), found=True, floor=floor)
 
-    def _adapted(self, state: ThresholdState, coded: Encoded) -> ThresholdState:
+    def _adapted(
+        self, state: ThresholdState, coded: Encoded, update: Sequence[Array], stream: object
+    ) -> ThresholdState:
         """Return the state for the next update: with the counts of this one, and its tau adapted to the density."""
         sent = int(coded.sent.sum())
         new, mean = state.tau, state.mean
-        if self.target_density is not None and state.found:
+        # An update of zeros, as between accumulated gradients, says nothing about tau.
+        if self.target_density is not None and state.found and (sent or self._moves(update, stream)):
             new, mean = tau.next_tau(
                 state.tau, state.mean, sent, coded.near.sum(axis=0), state.residual.size, self.target_density
             )
@@ -412,6 +415,10 @@ class Threshold(Codec[ThresholdState]):
             new = new if state.step % _QUIET == 0 else max(new, min(state.floor, state.tau))
         quiet = 0 if sent else state.quiet + 1
         return replace(state, tau=new, mean=mean, quiet=quiet, step=state.step + 1, sent=sent, claim=Lock())
+
+    def _moves(self, update: Sequence[Array], stream: object) -> bool:
+        """Return whether an element of the update is not zero."""
+        return bool(self._device.histogram(update, 0.0, stream)[1:].any())
 
     def _cannot_send(
         self, update: Sequence[Array], state: ThresholdState, fault: int, tau: np.float32, lookahead: float

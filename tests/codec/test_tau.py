@@ -91,9 +91,20 @@ def test_first_tau_of_equal_elements_sends_none():
     assert 0.37 < tau < 0.42
 
 
-def test_next_tau_learns_nothing_from_an_update_that_sends_nothing():
-    near = np.array([0, 0, 5, 900])
-    assert next_tau(np.float32(0.5), 3.0, 0, near, 1000, 0.01) == (np.float32(0.5), 3.0)
+def test_next_tau_falls_after_an_update_that_sends_nothing():
+    """It falls to the lowest share that as many residuals reach as may be sent, and stays if none is near."""
+    for near, tau in (([0, 0, 5, 900], 0.25), ([0, 3, 900, 900], 0.375), ([50, 60, 70, 80], 0.5), ([0, 0, 0, 0], 0.5)):
+        assert next_tau(np.float32(0.5), 3.0, 0, np.array(near), 1000, 0.01) == (np.float32(tau), 3.0)
+
+
+def test_tau_that_is_too_high_for_the_next_updates_falls_at_once():
+    """The first updates of Adam have elements of one size: all of them are sent at once, then none."""
+    rng = np.random.default_rng(0)
+    sequence = [np.float32(1e-3) * rng.choice(np.float32([-1, 1]), N)] * 2
+    sequence += [rng.normal(0, 3e-4, N).astype(np.float32) for _ in range(18)]
+    got = densities(Threshold(target_density=0.01, threads=1), sequence)
+    assert got[1] > 50
+    assert np.count_nonzero(got[2:] == 0) < 6
 
 
 nears = st.lists(st.integers(0, 1000), min_size=len(SHARES), max_size=len(SHARES)).map(sorted).map(np.array)

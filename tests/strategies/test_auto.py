@@ -16,7 +16,8 @@ def decide(network, size=2, elements=2_000_000, computing=0.02):
     return Auto().decide(Situation(size, (elements,), computing, network))
 
 
-def test_slow_network_gets_compression_and_the_reason():
+def test_slow_network_gets_compression_and_the_reason(monkeypatch):
+    monkeypatch.setattr(auto, "codec_speed", lambda *_: Codec())
     strategy, reason = decide(SLOW)
     assert isinstance(strategy, Threshold)
     assert "100 Mbit/s" in reason

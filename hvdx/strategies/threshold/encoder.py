@@ -18,6 +18,7 @@ from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import StepInput
 from hvdx.strategies.step import DeviceArrays, Encoded, Encoder
 from hvdx.strategies.threshold.density import INITIAL_DENSITY, STARVED, DensityControl
+from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.warmup import START
@@ -100,7 +101,7 @@ class ThresholdEncoder(Encoder):
         options: Options,
         comm: Comm,
         specs: Sequence[TensorSpec],
-        lookahead: float,
+        lookahead: Lookahead,
         order: Order | None = None,
         device: str = "cpu",
     ):
@@ -162,12 +163,15 @@ class ThresholdEncoder(Encoder):
 
     def encode(self, step_input: StepInput, step: int) -> Encoded:
         tensors, self._step = step_input.tensors, step
-        self._warmup = self.options.start.for_optimizer(divides=bool(step_input.sample))
+        extrapolates = self._lookahead.adapts and not self.options.asynchronous
+        self._warmup = self.options.start.for_optimizer(bool(step_input.sample), extrapolates)
         codec = self._codec_of(step)
+        start = self._warmup.steps if self._warmup.kind == "lookahead" else 0
+        lookahead = self._lookahead.at(step, codec.target_density, start)
         # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
         # previous update need not be stored.
         try:
-            message, self.state = codec.encode(self._order.arranged(tensors), self.state, self._lookahead)
+            message, self.state = codec.encode(self._order.arranged(tensors), self.state, lookahead)
         except UpdateError as error:
             raise UpdateError(error.problem, *self._order.origin(error.variable, error.element)) from None
         entries, self._tau = self.state.sent, float(self.state.tau)

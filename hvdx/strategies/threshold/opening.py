@@ -17,6 +17,7 @@ from hvdx.strategies.step import MessageExchange, Route
 from hvdx.strategies.threshold import costs
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
 from hvdx.strategies.threshold.hosts import HostsExchange
+from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.ordered import OrderedExchange
 from hvdx.strategies.threshold.routes.all_gather import AllGatherRoute
@@ -30,7 +31,7 @@ _MOST_ELEMENTS = 2**29 - 1
 
 
 def open_exchange(
-    options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float, device: str, ranks_to_sum: int
+    options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: Lookahead, device: str, ranks_to_sum: int
 ) -> HostExchange:
     """Open the exchange that fits the options, the ranks and the link; report it if hvdx has chosen it. Collective.
 
@@ -80,7 +81,7 @@ def open_messages(
     options: Options,
     comm: Comm,
     specs: Sequence[TensorSpec],
-    lookahead: float,
+    lookahead: Lookahead,
     device: str = "cpu",
     network: Link | None = None,
     ranks_per_message: int = 1,

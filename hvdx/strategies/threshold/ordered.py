@@ -18,6 +18,7 @@ from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
+from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.routes.all_gather import words_of
 from hvdx.strategies.threshold.routes.replica import SEQUENCER, Replica
@@ -45,7 +46,7 @@ class OrderedExchange(HostExchange):
 
     _counters: StaleTelemetry
 
-    def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: float):
+    def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: Lookahead):
         super().__init__(specs, StaleTelemetry())
         self._comm = comm
         self._rank, self._size, self._world_ranks = comm.rank, comm.size, comm.world_ranks

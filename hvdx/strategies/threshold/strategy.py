@@ -28,6 +28,7 @@ from hvdx.strategies.base import (
 from hvdx.strategies.host import HostExchange
 from hvdx.strategies.serving.step_client import StepClient
 from hvdx.strategies.threshold import costs, states, warmup
+from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.options import Options
 
 _log = Log(__name__)
@@ -53,14 +54,16 @@ class Threshold(Strategy):
         lookahead: extrapolation of the update u before it is sent: u + lookahead * (u - previous u) is added to the
             residual, which over time adds up to the same sum. It compensates for the steps that an element waits in the
             residual. None derives it from the optimiser: a third of momentum / (1 - momentum), at most 5; 3 for a
-            momentum of 0.9.
+            momentum of 0.9, and more at the start of a training with Adam, see `warmup`.
         second_moments: "mean": the updates of Adam, AdamW, Nadam and RMSprop are scaled as if these optimisers divided
             by the second moment of the ranks' mean gradient. "own": they divide by that of their rank's gradients,
             which makes the steps too small if gradients are mostly noise. The option has no effect on other optimisers,
             nor with placement="gradient".
-        warmup: "none", "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the budget
-            falls from ten times `overhead` to it), "workers:200" (1, 2, 4, ... workers count). "auto": "density:200"
-            for the optimisers that `second_moments` corrects, unless tau is fixed; else "none".
+        warmup: "none", "lookahead:600" (the lookahead rises to 2 / sqrt(density), and falls to the usual one until step
+            600), "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the budget falls
+            from ten times `overhead` to it), "workers:200" (1, 2, 4, ... workers count). "auto": "lookahead:600" for
+            the optimisers that `second_moments` corrects ("density:200" without momentum, and with `lookahead` or
+            `max_staleness`), unless tau is fixed; else "none".
         max_staleness: with 0 all workers take each step together. With "inf" nobody waits until the end of an epoch:
             each worker applies messages as they come, in the same order on all workers, and a fast worker takes more of
             the steps of an epoch.
@@ -134,9 +137,9 @@ class Threshold(Strategy):
                 "threshold: exchange='sharded' runs on the host. Use device='cpu', or exchange='all_gather'."
             )
         if lookahead is not None and (
-            isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 10
+            isinstance(lookahead, bool) or not isinstance(lookahead, int | float) or not 0 <= lookahead <= 1000
         ):
-            raise ConfigError(f"threshold: lookahead: expected a number from 0 to 10, got {lookahead!r}.")
+            raise ConfigError(f"threshold: lookahead: expected a number from 0 to 1000, got {lookahead!r}.")
         if lookahead and placement == "gradient":
             raise ConfigError("threshold: lookahead applies to updates only. Use placement='update'.")
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not 0 < overhead <= 10:
@@ -256,20 +259,9 @@ class Threshold(Strategy):
         other.overhead = share * self.overhead
         return other
 
-    def lookahead_for(self, momentum: float) -> float:
-        """Return the lookahead for an optimiser's momentum.
-
-        Example:
-            >>> Threshold().lookahead_for(momentum=0.9), Threshold(lookahead=1).lookahead_for(momentum=0.9)
-            (3.0, 1)
-        """
-        if self.placement == "gradient":
-            return 0.0
-        if self.lookahead is not None:
-            return self.lookahead
-        # The factor 1/3 and the limit 5 were found by trial, with momenta from 0 to 0.98
-        # (docs/adr/0007-updates-run-ahead.md).
-        return round(min(momentum / max(1 - momentum, 1e-9) / 3, 5.0), 9)
+    def lookahead_for(self, momentum: float) -> Lookahead:
+        """Return the lookahead for an optimiser's momentum."""
+        return Lookahead(momentum, 0.0 if self.placement == "gradient" else self.lookahead)
 
     def predict(self, situation: Situation) -> Prediction | None:
         """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""

@@ -5,9 +5,9 @@ from typing import Literal
 
 from hvdx.errors import ConfigError
 
-Kind = Literal["auto", "none", "density", "workers"]
+Kind = Literal["auto", "none", "lookahead", "density", "workers"]
 #: Steps of a warm-up, if none are given.
-DEFAULT_STEPS = 200
+DEFAULT_STEPS = {"lookahead": 600, "density": 200, "workers": 200}
 #: Density in the first step of a density warm-up.
 START = 1 / 8
 # Multiple of the overhead that an exchange may take in the first step of a density warm-up.
@@ -22,26 +22,33 @@ class Warmup:
         kind: "density": the density falls from 1/8 to its target, by the same factor in every step (Lin et al. 2018,
             "Deep Gradient Compression", lower it every epoch).
             "workers": the updates of 1, 2, 4, ... workers count, and those of the others are dropped (Strom 2015).
-            "none": no warm-up. "auto": "density" for an optimiser that divides by second moments, else "none".
+            "lookahead": updates are extrapolated further; see `hvdx.strategies.threshold.lookahead`. It is for
+            optimisers that divide by second moments: with others a training may diverge.
+            "none": no warm-up. "auto": for an optimiser that divides by second moments "lookahead", or "density" if it
+            has no momentum, if the lookahead is given, or if messages are applied late; else "none".
         steps: number of steps.
     """
 
     kind: Kind = "none"
     steps: int = 0
 
-    def for_optimizer(self, divides: bool) -> "Warmup":
+    def for_optimizer(self, divides: bool, extrapolates: bool = True) -> "Warmup":
         """Return the warm-up of an optimiser.
 
         Args:
             divides: whether the optimiser divides by second moments, as Adam does.
+            extrapolates: whether the lookahead of its updates may be chosen; not if messages are applied late.
 
         Example:
             >>> parse("auto").for_optimizer(divides=True)
-            Warmup(kind='density', steps=200)
+            Warmup(kind='lookahead', steps=600)
         """
         if self.kind != "auto":
             return self
-        return Warmup("density", self.steps) if divides else Warmup()
+        if not divides:
+            return Warmup()
+        kind: Kind = "lookahead" if extrapolates else "density"
+        return Warmup(kind, DEFAULT_STEPS[kind])
 
     def overhead(self, step: int, target: float) -> float:
         """Return the share of a step's computing time that an exchange may take under an automatic density.
@@ -93,7 +100,8 @@ def parse(text: str) -> Warmup:
     """Parse a warm-up.
 
     Args:
-        text: "auto", "none", or "density" or "workers", followed by ":steps" if they are not 200.
+        text: "auto", "none", or "lookahead", "density" or "workers", with or without ":steps". Without them, that of
+            "lookahead" takes 600 steps, and the others 200.
 
     Raises:
         ConfigError: if the text is anything else.
@@ -103,14 +111,14 @@ def parse(text: str) -> Warmup:
         Warmup(kind='density', steps=50)
     """
     kind, colon, steps = str(text).partition(":")
-    right = kind in ("density", "workers") and (not colon or (steps.isdecimal() and int(steps) > 0))
+    right = kind in DEFAULT_STEPS and (not colon or (steps.isdecimal() and int(steps) > 0))
     if text == "none":
         return Warmup()
     if text == "auto":
-        return Warmup("auto", DEFAULT_STEPS)
+        return Warmup("auto")
     if not right:
         raise ConfigError(
-            f"threshold: warmup: expected 'auto', 'none', or 'density' or 'workers', with or without ':steps', such as "
-            f"'density:500'; got {text!r}."
+            f"threshold: warmup: expected 'auto', 'none', or {', '.join(map(repr, DEFAULT_STEPS))}, with or without "
+            f"':steps', such as 'density:500'; got {text!r}."
         )
-    return Warmup(kind, int(steps) if colon else DEFAULT_STEPS)  # type: ignore[arg-type]
+    return Warmup(kind, int(steps) if colon else DEFAULT_STEPS[kind])  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import pytest
 from hvdx.comm import LocalComm
 from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
+from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.noise import GatheredSample
 
 SPECS = [TensorSpec("a", (2,), 4), TensorSpec("b", (3,), 4)]
@@ -13,7 +14,7 @@ SPECS = [TensorSpec("a", (2,), 4), TensorSpec("b", (3,), 4)]
 
 @pytest.fixture
 def encoder():
-    return ThresholdEncoder(Threshold(tau=1.0).options, LocalComm(), SPECS, 0.0)
+    return ThresholdEncoder(Threshold(tau=1.0).options, LocalComm(), SPECS, Lookahead())
 
 
 def test_elements_are_in_the_order_of_the_tensors_by_default(encoder):

@@ -11,6 +11,7 @@ from hvdx.costs.sizes import message_bytes
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
 from hvdx.strategies import StepInput, TensorSpec, Threshold, parse
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
+from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.warmup import START
 from hvdx.strategies.threshold.warmup import parse as parse_warmup
 from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all
@@ -73,11 +74,11 @@ def test_updates_and_residuals_keep_their_sum(name, size):
     np.testing.assert_allclose(applied + residuals, wanted, atol=2e-6)
 
 
-def densities(strategy, steps, divides, state=None):
+def densities(strategy, steps, divides, state=None, momentum=0.9):
     """Return the density that the codec aims at in each step, and the exchange of rank 0."""
 
     def run(comm):
-        exchange = strategy.open(comm, SPECS, 0.9)
+        exchange = strategy.open(comm, SPECS, momentum)
         if state is not None:
             exchange.load_state_dict(state)
         found = []
@@ -91,24 +92,37 @@ def densities(strategy, steps, divides, state=None):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
-def test_optimizers_that_divide_by_second_moments_have_a_warm_up(exchange):
-    strategy = Threshold(target_density=0.01, exchange=exchange)
-    found, _ = densities(strategy, 4, divides=True)
-    assert found == [parse_warmup("density:200").density(step, 0.01) for step in range(4)]
-    assert densities(strategy, 4, divides=False)[0] == [0.01] * 4
-    none = Threshold(target_density=0.01, exchange=exchange, warmup="none")
-    assert densities(none, 4, divides=True)[0] == [0.01] * 4
-    assert densities(Threshold(tau=0.01, exchange=exchange), 4, divides=True)[0] == [None] * 4
+def test_optimizers_that_divide_by_second_moments_have_a_warm_up(exchange, monkeypatch):
+    """Their updates are extrapolated further and further, unless tau is fixed."""
+    at, seen = Lookahead.at, set()
+
+    def noted(self, *arguments):
+        seen.add(at(self, *arguments))
+        return at(self, *arguments)
+
+    monkeypatch.setattr(Lookahead, "at", noted)
+    density, usual = {"target_density": 0.01}, {3.0}
+    for options, divides, wanted in (
+        (density, True, usual | {4.0, 5.0, 6.0}),
+        (density, False, usual),
+        (density | {"warmup": "none"}, True, usual),
+        ({"tau": 0.01}, True, usual),
+    ):
+        seen.clear()
+        found, _ = densities(Threshold(exchange=exchange, **options), 4, divides)
+        assert found == [options.get("target_density")] * 4
+        assert seen == wanted
+    rmsprop = densities(Threshold(exchange=exchange, **density), 2, True, momentum=0.0)[0]
+    assert rmsprop == [parse_warmup("density:200").density(step, 0.01) for step in range(2)]
 
 
 def test_warm_up_of_an_automatic_density_starts_at_an_eighth_and_resumes():
-    assert densities(Threshold(overhead=10.0), 1, divides=False)[0] == [INITIAL_DENSITY]
-    found, exchange = densities(Threshold(overhead=10.0), 3, divides=True)
+    assert densities(Threshold(overhead=10.0), 1, divides=True)[0] == [INITIAL_DENSITY]
+    automatic = Threshold(overhead=10.0, warmup="density:200")
+    found, exchange = densities(automatic, 3, divides=True)
     assert found[0] == START
-    assert densities(Threshold(overhead=10.0), 1, True, exchange.state_dict())[0] == [
-        float(exchange.encoder.arrays()["density"])
-    ]
-    fixed = Threshold(target_density=0.01)
+    assert densities(automatic, 1, True, exchange.state_dict())[0] == [float(exchange.encoder.arrays()["density"])]
+    fixed = Threshold(target_density=0.01, warmup="density:200")
     _, exchange = densities(fixed, 3, divides=True)
     wanted = parse_warmup("density:200").density(3, 0.01)
     assert densities(fixed, 1, True, exchange.state_dict())[0] == [wanted]
@@ -150,7 +164,9 @@ def test_lookahead_follows_its_formula():
 
 @pytest.mark.parametrize(("momentum", "lookahead"), [(0.0, 0.0), (0.5, 1 / 3), (0.9, 3.0), (0.99, 5.0), (1.0, 5.0)])
 def test_lookahead_follows_the_momentum(momentum, lookahead):
-    assert Threshold().lookahead_for(momentum) == pytest.approx(lookahead)
+    assert Threshold().lookahead_for(momentum).at(7) == pytest.approx(lookahead)
+    assert Threshold(lookahead=2.0).lookahead_for(momentum).at(7, 0.01, 600) == 2.0
+    assert Threshold(placement="gradient").lookahead_for(momentum).at(7, 0.01, 600) == 0.0
 
 
 def test_arrays_of_the_caller_are_free_after_a_step():
@@ -354,11 +370,11 @@ def test_telemetry_counts_messages_and_headers():
         ({"tau": -1.0}, "positive"),
         ({"second_moments": "shared"}, "'mean', 'own'"),
         ({"placement": "weights"}, "'update', 'gradient'"),
-        ({"lookahead": -1}, "from 0 to 10"),
+        ({"lookahead": -1}, "from 0 to 1000"),
         ({"lookahead": 1, "placement": "gradient"}, "updates only"),
         ({"overhead": 0}, "share of a step"),
-        ({"warmup": "slowly"}, "'density' or 'workers'"),
-        ({"warmup": "density:0"}, "'density' or 'workers'"),
+        ({"warmup": "slowly"}, "'lookahead', 'density', 'workers'"),
+        ({"warmup": "density:0"}, "'lookahead', 'density', 'workers'"),
         ({"warmup": "density:10", "tau": 0.1}, "tau is fixed"),
         ({"index_coding": "golomb"}, "index_coding"),
         ({"threads": 0}, "threads"),

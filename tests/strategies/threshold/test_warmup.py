@@ -32,7 +32,8 @@ def test_budget_falls_to_its_target_and_stays():
 
 
 def test_auto_depends_on_the_optimizer():
-    assert parse("auto").for_optimizer(divides=True) == Warmup("density", DEFAULT_STEPS)
+    assert parse("auto").for_optimizer(divides=True) == Warmup("lookahead", DEFAULT_STEPS["lookahead"])
+    assert parse("auto").for_optimizer(divides=True, extrapolates=False) == Warmup("density", DEFAULT_STEPS["density"])
     assert parse("auto").for_optimizer(divides=False) == Warmup()
     assert parse("workers:5").for_optimizer(divides=True) == parse("workers:5")
 
@@ -40,7 +41,8 @@ def test_auto_depends_on_the_optimizer():
 def test_spellings():
     assert str(parse("auto")) == "auto"
     assert parse("none") == Warmup()
-    assert parse("density") == Warmup("density", DEFAULT_STEPS)
+    for kind, steps in DEFAULT_STEPS.items():
+        assert parse(kind) == Warmup(kind, steps)
     assert str(parse("workers:7")) == "workers:7"
     for wrong in ("", "none:3", "dense:50", "density:", "density:-1", "density:1.5", "density:x", "sparse"):
         with pytest.raises(ConfigError, match="warmup"):

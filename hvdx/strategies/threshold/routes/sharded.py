@@ -24,6 +24,7 @@ from hvdx.comm import Channel, clock
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies.host import NOT_FINITE
 from hvdx.strategies.step import Arrived, Outgoing, Route
+from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.noise import SummedSample, sums_of
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.shards import OWNER_LOOKAHEAD, Shards, owner_density
@@ -84,13 +85,13 @@ class ShardedRoute(Route):
         options: Options,
         channel: Channel,
         shards: Shards,
-        lookahead: float,
+        lookahead: Lookahead,
         codec: codecs.Threshold,
         ranks_per_message: int = 1,
     ):
         self._options, self._channel, self._shards, self._threads = options, channel, shards, codec.threads
         self._rank, self._size, self._per_message = channel.rank, channel.size, ranks_per_message
-        self._lookahead, self._density = OWNER_LOOKAHEAD * lookahead, codec.target_density
+        self._lookahead, self._density = lookahead, codec.target_density
         self._sum = np.zeros(shards.shard_size, np.float32)
         self._out: list[np.ndarray] = []
         self._views: list[np.ndarray] = []
@@ -168,7 +169,9 @@ class ShardedRoute(Route):
         codec = self._owner_codec(self._density)
         work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active_ranks], [self._sum]))
         status, message = 0, np.zeros(0, np.uint8)
-        lookahead = self._lookahead if outgoing.sample is not None else 0.0
+        lookahead = 0.0
+        if outgoing.sample is not None:
+            lookahead = OWNER_LOOKAHEAD * self._lookahead.at(outgoing.step)
         try:
             message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.tau, lookahead))
         except UpdateError:
