@@ -20,7 +20,7 @@ from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Runs, factors
 if TYPE_CHECKING:
     from hvdx.kernels import cuda  # imports numba-cuda, which may be missing
 
-#: Arrays of the host, for the type checker; the kernels check what they are.
+#: Type of arrays in host memory. A cast to it checks nothing; the kernels check the arrays.
 HostArrays = Sequence[Float32Array]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,6 +57,8 @@ class Host:
 
     def histogram(self, update: Sequence[Array], lookahead: float, stream: object) -> np.ndarray:
         """Return the histogram of (1 + lookahead) * update, int64[2048]; see `cpu.histogram`."""
+        if not lookahead:
+            return cpu.histogram(cast(HostArrays, update))
         scale, _ = factors(lookahead)
         # `encode` refuses what overflows.
         with np.errstate(all="ignore"):

@@ -387,7 +387,7 @@ class Threshold(Codec[ThresholdState]):
             tried = due = True
 
     def _with_tau(self, state: ThresholdState, histogram: np.ndarray) -> ThresholdState:
-        """Return the state with a tau for the next update, from the histogram of what is added."""
+        """Return the state with the tau that the histogram of (1 + lookahead) * update gives."""
         first = tau.first_tau(histogram, self.target_density or 0.0)
         if first is None:
             return replace(state, tau=max(state.tau, state.floor))

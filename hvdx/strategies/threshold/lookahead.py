@@ -26,14 +26,21 @@ class Lookahead:
 
     @property
     def adapts(self) -> bool:
-        """Whether the lookahead follows the density at the start."""
+        """True if the lookahead depends on the density in the first steps."""
         return self.fixed is None and self.momentum > 0
+
+    @property
+    def usual(self) -> float:
+        """Lookahead after the start."""
+        if self.fixed is not None:
+            return self.fixed
+        return round(min(self.momentum / max(1 - self.momentum, 1e-9) * _OF_MOMENTUM, _MOST), 9)
 
     def at(self, step: int, density: float | None = None, steps: int = 0) -> float:
         """Return the lookahead of a step.
 
         With a start of some steps it rises by 1 in a step to 2 / sqrt(density), a limit that falls to nothing in these
-        steps. So the first tau is that of small updates: it may rise at once, and can fall only slowly.
+        steps. So the first tau is that of small updates: tau rises faster than it falls.
 
         Args:
             step: number of the step, from 0.
@@ -44,10 +51,7 @@ class Lookahead:
             >>> [Lookahead(momentum=0.9).at(step, density=0.01, steps=600) for step in (0, 10, 60, 300, 600)]
             [3.0, 13.0, 18.0, 10.0, 3.0]
         """
-        if self.fixed is not None:
-            return self.fixed
-        usual = round(min(self.momentum / max(1 - self.momentum, 1e-9) * _OF_MOMENTUM, _MOST), 9)
         if not self.adapts or density is None or step >= steps:
-            return usual
+            return self.usual
         limit = min(_OF_WAIT * density**-0.5, _MOST_AT_START) * (1 - step / steps)
-        return max(min(usual + step, limit), usual)
+        return max(min(self.usual + step, limit), self.usual)

@@ -97,8 +97,9 @@ def test_optimizers_that_divide_by_second_moments_have_a_warm_up(exchange, monke
     at, seen = Lookahead.at, set()
 
     def noted(self, *arguments):
-        seen.add(at(self, *arguments))
-        return at(self, *arguments)
+        found = at(self, *arguments)
+        seen.add(found)
+        return found
 
     monkeypatch.setattr(Lookahead, "at", noted)
     density, usual = {"target_density": 0.01}, {3.0}

@@ -91,7 +91,7 @@ class ShardedRoute(Route):
     ):
         self._options, self._channel, self._shards, self._threads = options, channel, shards, codec.threads
         self._rank, self._size, self._per_message = channel.rank, channel.size, ranks_per_message
-        self._lookahead, self._density = lookahead, codec.target_density
+        self._lookahead, self._density = OWNER_LOOKAHEAD * lookahead.usual, codec.target_density
         self._sum = np.zeros(shards.shard_size, np.float32)
         self._out: list[np.ndarray] = []
         self._views: list[np.ndarray] = []
@@ -169,9 +169,7 @@ class ShardedRoute(Route):
         codec = self._owner_codec(self._density)
         work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active_ranks], [self._sum]))
         status, message = 0, np.zeros(0, np.uint8)
-        lookahead = 0.0
-        if outgoing.sample is not None:
-            lookahead = OWNER_LOOKAHEAD * self._lookahead.at(outgoing.step)
+        lookahead = self._lookahead if outgoing.sample is not None else 0.0
         try:
             message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.tau, lookahead))
         except UpdateError:
