@@ -142,19 +142,11 @@ class Channel(abc.ABC):
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
-        wide, result = np.promote_types(vector.dtype, np.float32), aligned(vector.size, vector.dtype)
-        most, narrow = _BLOCK_BYTES // vector.itemsize, vector.dtype != wide
+        result, most = aligned(vector.size, vector.dtype), _BLOCK_BYTES // vector.itemsize
         for begin in range(0, vector.size, most):
             block = vector[begin : begin + most]
             bounds = np.arange(self.size + 1) * block.size // self.size
-            pieces = self.scatter_pieces(block, bounds)
-            # A sum that float16 cannot hold becomes infinity, which checks of the result find.
-            with np.errstate(over="ignore", invalid="ignore"):
-                total = cast(pieces[0], wide) if narrow else pieces[0].copy()
-                for piece in pieces[1:]:
-                    total += cast(piece, wide) if narrow else piece
-                mine = total * scale if scale != 1.0 else total
-                mine = cast(mine, vector.dtype) if narrow else mine
+            mine = add_in_order(self.scatter_pieces(block, bounds), scale, cast)
             self.gather_pieces(mine, bounds, result[begin : begin + most])
         return result
 
@@ -235,6 +227,36 @@ class Channel(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Free the channel. Collective."""
+
+
+def add_in_order(
+    addends: np.ndarray, scale: float = 1.0, cast: Callable[[np.ndarray, np.dtype], np.ndarray] = np.ndarray.astype
+) -> np.ndarray:
+    """Return the sum of vectors, each element in their order, times a factor.
+
+    Args:
+        addends: floats[N, n]. The sum is made in float32, or in float64 if that is their dtype, and rounded once.
+        scale: factor.
+        cast: see `Channel.sum_in_order`.
+
+    Returns:
+        A new array of the same dtype[n].
+
+    Example:
+        >>> add_in_order(np.array([[1.0, 2.0], [3.0, 4.0]]), 0.5)
+        array([2., 3.])
+    """
+    wide = np.promote_types(addends.dtype, np.float32)
+    narrow = addends.dtype != wide
+    values = cast(addends, wide) if narrow else addends
+    # A sum that float16 cannot hold becomes infinity, which checks of the result find.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = values[0].copy()
+        for value in values[1:]:
+            total += value
+        if scale != 1.0:
+            total *= scale
+        return cast(total, addends.dtype) if narrow else total
 
 
 @dataclass(frozen=True)

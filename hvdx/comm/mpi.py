@@ -9,15 +9,17 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
+from hvdx.comm.alignment import aligned
 from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Received, T
 from hvdx.comm.launcher import Launch
+from hvdx.comm.mpi_blocks import BlockSum
 from hvdx.comm.mpi_mailbox import MpiMailbox
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.errors import ExchangeError, LaunchError
@@ -304,6 +306,24 @@ class MpiChannel(Channel):
         """Sum a vector of float32 or float64 over the ranks, in place."""
         self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, vector))
 
+    def sum_in_order(
+        self,
+        vector: np.ndarray,
+        scale: float = 1.0,
+        cast: Callable[[np.ndarray, np.dtype], np.ndarray] = np.ndarray.astype,
+    ) -> np.ndarray:
+        """Sum a vector in blocks, with one flow a link; see `Channel.sum_in_order` and `hvdx.comm.mpi_blocks`.
+
+        The time limit begins anew when a block has been sent or received.
+        """
+        if self.size == 1:
+            return super().sum_in_order(vector, scale, cast)
+        result = aligned(vector.size, vector.dtype)
+        blocks = BlockSum(self._comm, vector, scale, cast, result)
+        while not blocks.done:
+            self._wait_for(blocks.advance)
+        return result
+
     def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         ends = bounds * vector.itemsize
         mine = ends[self.rank + 1] - ends[self.rank]
@@ -350,12 +370,16 @@ class MpiChannel(Channel):
 
     def _wait(self, request: "MPI.Request") -> None:
         """Wait until the request is done; raise ExchangeError after the time limit."""
+        self._wait_for(request.Test)
+
+    def _wait_for(self, done: Callable[[], bool]) -> None:
+        """Poll until done; raise ExchangeError after the time limit."""
         progress.enter(self._what)
         try:
-            done = until(request.Test, self._limit)
+            finished = until(done, self._limit)
         finally:
             progress.leave()
-        if not done:
+        if not finished:
             raise ExchangeError(
                 f"{self._what}: waited {self._limit:.0f} s on rank {self._ranks[self.rank]} of {self.size}. "
                 f"{self._describe_missing()} Look at the last output of that rank. {LIMIT_VARIABLE}=seconds sets "

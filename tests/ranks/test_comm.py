@@ -1,7 +1,8 @@
-# Tests: hvdx/comm/horovod.py, hvdx/comm/mpi.py, hvdx/comm/mpi_mailbox.py, hvdx/comm/tensors.py
+# Tests: hvdx/comm/horovod.py, hvdx/comm/mpi.py, hvdx/comm/mpi_blocks.py, hvdx/comm/mpi_mailbox.py, hvdx/comm/tensors.py
 
 import logging
 
+import numpy as np
 import pytest
 
 from hvdx import comm as world
@@ -34,6 +35,22 @@ def test_graph_comm_without_horovod_passes(check):
 @pytest.mark.parametrize("check", MAILBOX_CHECKS.values(), ids=MAILBOX_CHECKS)
 def test_messages_pass(check):
     check(world.start())
+
+
+@pytest.mark.sizes(1, 2, 4)
+def test_sum_in_order_has_the_bits_of_rank_order():
+    comm = world.start()
+    channel = comm.channel("a sum")
+    # From one element to several blocks of the schedule.
+    for elements in (1, 1000, 300_001):
+        for dtype in (np.float32, np.float16):
+            vectors = [np.random.default_rng(r).normal(size=elements).astype(dtype) for r in range(comm.size)]
+            expected = vectors[0].astype(np.float32)
+            for other in vectors[1:]:
+                expected += other
+            got = channel.sum_in_order(vectors[comm.rank], 0.5)
+            np.testing.assert_array_equal(got, (expected * np.float32(0.5)).astype(dtype))
+    channel.close()
 
 
 @pytest.mark.sizes(1, 2, 4)
