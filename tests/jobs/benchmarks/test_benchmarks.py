@@ -1,6 +1,7 @@
 """Each benchmark runs at a tiny size. Workers run on this machine, without emulated links."""
 
 # Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/checkpoint.py
+# Tests: jobs/benchmarks/dense.py
 # Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
 # Tests: jobs/benchmarks/network.py, jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py
 # Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
@@ -26,6 +27,7 @@ BENCHMARKS = {
         {"ways": lambda periods: [{"name": "all", "spelling": "all_reduce", "period": 1, "state": False}]},
     ),
     "checkpoint": ("--parameters 1000 --repeat 1", {}),
+    "dense": ("--hosts 2 --ways MPI,mpi --wires bf16 --steps 2 --hidden 4", {}),
     "density": ("--hosts 2 --bandwidth 1gbit --burst 5kB --steps 40 --hidden 4 --batch 8", {}),
     "first_step": ("--starts 1", {"GOAL": 100.0}),
     "memory": ("--hidden 4 8", {"STRATEGIES": {"AllReduce": "all_reduce"}}),

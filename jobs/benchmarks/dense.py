@@ -1,0 +1,176 @@
+"""Milliseconds of a training step that averages dense gradients, through each engine, beside the limit of the link.
+
+    python jobs/benchmarks/dense.py                                  two and four hosts at 100mbit, five minutes
+    python jobs/benchmarks/dense.py --hosts 1 --per-host 2,4         one host, without a network
+    python jobs/benchmarks/dense.py --hosts 2,4 --bandwidth 100mbit,1gbit --wires none,bf16 --json dense.json
+
+Workers on the hosts of `hvdx lab` train a dense network of 1.86 million parameters (--hidden 1024), 64 images a step on
+each, SGD with momentum; each figure is a median over the steps of rank 0, in processes of its own:
+
+    limit    2 (N-1)/N of the gradients' bytes at the rate of a link, N hosts; headers of packets come on top
+    MPI      MPI's own Allreduce of a float32 vector of this size, without training
+    alone    the training without communication
+    mpi, horovod     the training under `AllReduce` with this engine
+    DDP      a training of the same network in PyTorch, by DistributedDataParallel over gloo, in float32
+    DDP alone        the same without communication
+
+Engines and frameworks that are not installed have empty cells.
+"""
+
+import argparse
+import functools
+import importlib.util
+import os
+import socket
+import sys
+import time
+from statistics import median
+from typing import Any
+
+from hvdx.jobs.benchmarks import harness
+
+_WAYS = ("MPI", "alone", "mpi", "horovod", "DDP alone", "DDP")
+# Packages without which a way has no figure.
+_NEEDS = {"horovod": "horovod", "DDP": "torch", "DDP alone": "torch"}
+_BATCH, _INPUTS, _CLASSES = 64, 784, 10
+# Uncounted first steps: they trace, compile and open connections.
+_SETTLING = 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison, or one of its workers."""
+    parser = harness.parser(__doc__)
+    add, numbers, words = parser.add_argument, harness.several(int), harness.several(str)
+    add("--hosts", type=numbers, default="2,4", metavar="N,N,...", help="numbers of emulated hosts; 1: no emulation")
+    add("--per-host", type=numbers, default="1", metavar="N,N,...", help="numbers of workers on a host")
+    add("--bandwidth", type=words, default="100mbit", metavar="RATE,...", help="bandwidths of the links")
+    add("--wires", type=words, default="none", metavar="WIRE,...", help="compressions: none, fp16, bf16")
+    add("--ways", type=words, default=",".join(_WAYS), metavar="WAY,...", help="columns to measure")
+    add("--steps", type=int, default=20, metavar="N", help="number of timed steps")
+    add("--hidden", type=int, default=1024, help="units in each of two hidden layers")
+    return harness.run(parser, compare, work, argv)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Measure each case, and print the table."""
+    cases = [
+        {"hosts": hosts, "per_host": per_host, "bandwidth": bandwidth, "wire": wire}
+        for hosts in options.hosts
+        for per_host in options.per_host
+        for bandwidth in (options.bandwidth if hosts > 1 else ["none"])
+        for wire in options.wires
+        if hosts * per_host > 1
+    ]
+    columns = [
+        ("hosts x workers", lambda row: f"{row['hosts']} x {row['per_host']}"),
+        harness.figure("limit", "limit", ".0f"),
+        ("link", lambda row: row["bandwidth"]),
+        ("wire", lambda row: {"none": "float32"}.get(row["wire"], row["wire"])),
+        *(harness.figure(way, way, ".1f") for way in _WAYS),
+        ("mpi / (limit + alone)", ratio),
+    ]
+    measure = functools.partial(measured, options=options)
+    harness.run_cases(options.json, cases, measure, columns, {"hidden": options.hidden}, resumes=True)
+    return 0
+
+
+def measured(case: harness.Row, options: argparse.Namespace) -> harness.Row:
+    """Return the limit and the milliseconds of each way in one case; None for those that are not measured."""
+    hosts, bandwidth = case["hosts"], case["bandwidth"]
+    payload = parameters(options.hidden) * (4 if case["wire"] == "none" else 2)
+    limit = 2 * (hosts - 1) / hosts * 8e3 * payload / harness.bits(bandwidth)
+    row: harness.Row = {"limit": limit if hosts > 1 else None} | dict.fromkeys(_WAYS)
+    for way in options.ways:
+        if way in _NEEDS and importlib.util.find_spec(_NEEDS[way]) is None:
+            continue
+        setting = {"way": way, "wire": case["wire"], "steps": options.steps, "hidden": options.hidden, "seed": 0}
+        # Without emulation, all ranks are on this machine.
+        alone = (hosts * case["per_host"], "", "", 1)
+        ended = harness.launch(
+            __file__, setting, *(alone if hosts == 1 else (hosts, bandwidth, "", case["per_host"])), limit=600
+        )
+        row[way] = ended.ranks[0]["milliseconds"]
+    return row
+
+
+def ratio(row: harness.Row) -> str:
+    """Return the step over MPI, divided by the limit and the computing."""
+    if None in (row["mpi"], row["alone"], row["limit"]):
+        return ""
+    return f"{row['mpi'] / (row['limit'] + row['alone']):.3f}"
+
+
+def parameters(hidden: int) -> int:
+    """Return the number of parameters of the network.
+
+    Example:
+        >>> parameters(1024)
+        1863690
+    """
+    return (_INPUTS + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * _CLASSES
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def work(setting: argparse.Namespace) -> harness.Row:
+    """Return the median milliseconds of one way on this rank."""
+    if setting.way == "MPI":
+        from hvdx.comm import mpi
+
+        return {"milliseconds": 1e3 * mpi.all_reduce_seconds(parameters(setting.hidden), times=5)}
+    seconds = in_pytorch(setting) if setting.way.startswith("DDP") else in_keras(setting)
+    return {"milliseconds": 1e3 * median(seconds[_SETTLING:])}
+
+
+def in_keras(setting: argparse.Namespace) -> list[float]:
+    """Return the seconds of each step of the training under hvdx."""
+    import hvdx
+
+    hvdx.init()
+    model, data, _, _ = harness.mlp(setting)
+    watch = harness.StepWatch(_SETTLING, dict)
+    callbacks: list[Any] = [harness.callback(watch)]
+    if setting.way != "alone":
+        strategy = f"all_reduce:engine={setting.way},compression={setting.wire}"
+        callbacks.insert(0, hvdx.keras.Distribute(strategy))
+    steps = setting.steps + _SETTLING
+    model.fit(data.repeat(), steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=callbacks)
+    return watch.seconds
+
+
+def in_pytorch(setting: argparse.Namespace) -> list[float]:
+    """Return the seconds of each step of the training in PyTorch."""
+    import torch
+    from mpi4py import MPI
+
+    world, hidden = MPI.COMM_WORLD, setting.hidden
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(_INPUTS, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, hidden), torch.nn.ReLU()]
+    model: Any = torch.nn.Sequential(*layers, torch.nn.Linear(hidden, _CLASSES))
+    if setting.way == "DDP":
+        address = socket.gethostbyname(socket.gethostname())
+        if world.Get_size() > 1 and os.path.exists("/sys/class/net/eth0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
+        with socket.create_server((address, 0)) as free:
+            port = free.getsockname()[1]
+        address, port = world.bcast((address, port))
+        where = f"tcp://{address}:{port}"
+        torch.distributed.init_process_group("gloo", where, rank=world.Get_rank(), world_size=world.Get_size())
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer, seconds = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), []
+    x, y = torch.rand(_BATCH, _INPUTS), torch.randint(_CLASSES, (_BATCH,))
+    for _ in range(setting.steps + _SETTLING):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+    if setting.way == "DDP":
+        torch.distributed.destroy_process_group()
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
