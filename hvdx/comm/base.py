@@ -19,6 +19,8 @@ from hvdx.comm.alignment import aligned
 Wire = Literal["none", "fp16", "bf16"]
 #: Transport of tensors in the graph. "auto" is Horovod if all ranks have it, else MPI on the host.
 Engine = Literal["auto", "horovod", "mpi"]
+#: Function from an array and a dtype to a new array of that dtype.
+Cast = Callable[[np.ndarray, np.dtype], np.ndarray]
 # Block size of `Channel.sum_in_order`, in bytes: MPI counts in a C int, and small blocks keep the buffers small.
 _BLOCK_BYTES = 1 << 26
 
@@ -122,7 +124,7 @@ class Channel(abc.ABC):
         self,
         vector: np.ndarray,
         scale: float = 1.0,
-        cast: Callable[[np.ndarray, np.dtype], np.ndarray] = np.ndarray.astype,
+        cast: Cast = np.ndarray.astype,
     ) -> np.ndarray:
         """Sum a vector over the ranks, each element in rank order.
 
@@ -146,7 +148,8 @@ class Channel(abc.ABC):
         for begin in range(0, vector.size, most):
             block = vector[begin : begin + most]
             bounds = np.arange(self.size + 1) * block.size // self.size
-            mine = add_in_order(self.scatter_pieces(block, bounds), scale, cast)
+            mine = np.empty(bounds[self.rank + 1] - bounds[self.rank], vector.dtype)
+            add_in_order(list(self.scatter_pieces(block, bounds)), mine, scale, cast)
             self.gather_pieces(mine, bounds, result[begin : begin + most])
         return result
 
@@ -230,33 +233,36 @@ class Channel(abc.ABC):
 
 
 def add_in_order(
-    addends: np.ndarray, scale: float = 1.0, cast: Callable[[np.ndarray, np.dtype], np.ndarray] = np.ndarray.astype
-) -> np.ndarray:
-    """Return the sum of vectors, each element in their order, times a factor.
+    addends: Sequence[np.ndarray], out: np.ndarray, scale: float = 1.0, cast: Cast = np.ndarray.astype
+) -> None:
+    """Set `out` to the sum of vectors, each element in their order, times a factor.
+
+    The sum is made in float32, or in float64 if that is the dtype of the vectors, and rounded once.
 
     Args:
-        addends: floats[N, n]. The sum is made in float32, or in float64 if that is their dtype, and rounded once.
+        addends: floats[n] each.
+        out: [n] of the same dtype.
         scale: factor.
         cast: see `Channel.sum_in_order`.
 
-    Returns:
-        A new array of the same dtype[n].
-
     Example:
-        >>> add_in_order(np.array([[1.0, 2.0], [3.0, 4.0]]), 0.5)
+        >>> add_in_order([np.array([1.0, 2.0]), np.array([3.0, 4.0])], out := np.empty(2), 0.5)
+        >>> out
         array([2., 3.])
     """
-    wide = np.promote_types(addends.dtype, np.float32)
-    narrow = addends.dtype != wide
-    values = cast(addends, wide) if narrow else addends
+    wide = np.promote_types(out.dtype, np.float32)
+    narrow = out.dtype != wide
+    total = np.empty(out.shape, wide) if narrow else out
+    values = [cast(addend, wide) for addend in addends] if narrow else addends
     # A sum that float16 cannot hold becomes infinity, which checks of the result find.
     with np.errstate(over="ignore", invalid="ignore"):
-        total = values[0].copy()
+        total[:] = values[0]
         for value in values[1:]:
-            total += value
+            np.add(total, value, out=total)
         if scale != 1.0:
-            total *= scale
-        return cast(total, addends.dtype) if narrow else total
+            np.multiply(total, scale, out=total)
+        if narrow:
+            out[:] = cast(total, out.dtype)
 
 
 @dataclass(frozen=True)

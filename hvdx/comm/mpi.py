@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
 from hvdx.comm.alignment import aligned
-from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Received, T
+from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_blocks import BlockSum
 from hvdx.comm.mpi_mailbox import MpiMailbox
@@ -310,7 +310,7 @@ class MpiChannel(Channel):
         self,
         vector: np.ndarray,
         scale: float = 1.0,
-        cast: Callable[[np.ndarray, np.dtype], np.ndarray] = np.ndarray.astype,
+        cast: Cast = np.ndarray.astype,
     ) -> np.ndarray:
         """Sum a vector in blocks, with one flow a link; see `Channel.sum_in_order` and `hvdx.comm.mpi_blocks`.
 

@@ -7,12 +7,11 @@ property too, but it would add each element in another order, and round partial 
 """
 
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdx.comm.base import add_in_order
+from hvdx.comm.base import Cast, add_in_order
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,7 +40,7 @@ class BlockSum:
         comm: "MPI.Comm",
         vector: np.ndarray,
         scale: float,
-        cast: Callable[[np.ndarray, np.dtype], np.ndarray],
+        cast: Cast,
         out: np.ndarray,
     ):
         self._comm, self._scale, self._cast, self._dtype = comm, scale, cast, vector.dtype
@@ -121,7 +120,7 @@ class BlockSum:
         if not addends or k < self._others:
             return
         slot = self._slot(block)
-        slot[self._rank] = self._addends[self._rank][part]
-        total = add_in_order(slot.view(self._dtype), self._scale, self._cast)
-        self._sums[self._rank][part] = total.view(np.uint8)
+        addends = list(slot.view(self._dtype))
+        addends[self._rank] = self._addends[self._rank][part].view(self._dtype)
+        add_in_order(addends, self._sums[self._rank][part].view(self._dtype), self._scale, self._cast)
         self._summed += 1

@@ -86,13 +86,13 @@ def test_graph_runs_collectives_in_program_order():
     tf.config.run_functions_eagerly(False)
     comm, sizes = HostGraphComm(virtual_world(1)[0]), []
     variables = [tf.Variable(0.0) for _ in range(7)]
-    plain = comm._channel.sum_in_order
+    plain = comm._dense.total
 
-    def record(vector, scale, cast):
-        sizes.append(vector.size)
-        return plain(vector, scale, cast)
+    def record(vectors, scale, cast):
+        sizes.append(sum(v.size for v in vectors))
+        return plain(vectors, scale, cast)
 
-    comm._channel.sum_in_order = record
+    comm._dense.total = record
 
     def late(n):
         time.sleep(0.2 if n == 1 else 0.0)
