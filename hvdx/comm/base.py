@@ -256,9 +256,11 @@ def add_in_order(
     values = [cast(addend, wide) for addend in addends] if narrow else addends
     # A sum that float16 cannot hold becomes infinity, which checks of the result find.
     with np.errstate(over="ignore", invalid="ignore"):
-        total[:] = values[0]
+        so_far = values[0]
         for value in values[1:]:
-            np.add(total, value, out=total)
+            so_far = np.add(so_far, value, out=total)
+        if len(values) == 1:
+            total[:] = so_far
         if scale != 1.0:
             np.multiply(total, scale, out=total)
         if narrow:
