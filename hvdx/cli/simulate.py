@@ -227,8 +227,8 @@ def _machine(args: argparse.Namespace, elements: int) -> "Machine":
     if math.isinf(args.core_speed):
         return Machine()
     speed = args.core_speed
-    (memory, half), (message, transport) = measure_memory(elements), measure_network()
-    return Machine(speed * memory, half / speed, message / speed, speed * transport)
+    message, transport = measure_network()
+    return Machine(speed * measure_memory(elements), message / speed, speed * transport)
 
 
 def _setting(
@@ -325,7 +325,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _as_dict(machine: "Machine") -> dict[str, float | None]:
-    names = ("memory", "half", "message", "transport")
+    names = ("memory", "message", "transport")
     return {name: value if math.isfinite(value := getattr(machine, name)) else None for name in names}
 
 

@@ -21,8 +21,10 @@ Wire = Literal["none", "fp16", "bf16"]
 Engine = Literal["auto", "horovod", "mpi"]
 #: Function from an array and a dtype to a new array of that dtype.
 Cast = Callable[[np.ndarray, np.dtype], np.ndarray]
-# Block size of `Channel.sum_in_order`, in bytes: MPI counts in a C int, and small blocks keep the buffers small.
-_BLOCK_BYTES = 1 << 26
+#: Bytes of a block of a dense sum over MPI, a multiple of all item sizes. Open MPI sends up to 64 KiB over TCP, its
+#: header included, without asking the receiver before. With blocks of 240 kB, four hosts took 1.1 times as long at 100
+#: Mbit/s.
+BLOCK_BYTES = 60_000
 
 
 T = TypeVar("T")
@@ -144,13 +146,10 @@ class Channel(abc.ABC):
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
-        result, most = aligned(vector.size, vector.dtype), _BLOCK_BYTES // vector.itemsize
-        for begin in range(0, vector.size, most):
-            block = vector[begin : begin + most]
-            bounds = np.arange(self.size + 1) * block.size // self.size
-            mine = np.empty(bounds[self.rank + 1] - bounds[self.rank], vector.dtype)
-            add_in_order(list(self.scatter_pieces(block, bounds)), mine, scale, cast)
-            self.gather_pieces(mine, bounds, result[begin : begin + most])
+        result, bounds = aligned(vector.size, vector.dtype), np.arange(self.size + 1) * vector.size // self.size
+        mine = np.empty(bounds[self.rank + 1] - bounds[self.rank], vector.dtype)
+        add_in_order(list(self.scatter_pieces(vector, bounds)), mine, scale, cast)
+        self.gather_pieces(mine, bounds, result)
         return result
 
     @abc.abstractmethod

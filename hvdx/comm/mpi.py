@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
 from hvdx.comm.alignment import aligned
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T
+from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_blocks import BlockSum
 from hvdx.comm.mpi_mailbox import MpiMailbox
@@ -316,9 +316,10 @@ class MpiChannel(Channel):
 
         The time limit begins anew when a block has been sent or received.
         """
-        if self.size == 1:
-            return super().sum_in_order(vector, scale, cast)
         result = aligned(vector.size, vector.dtype)
+        if self.size == 1:
+            add_in_order([vector], result, scale, cast)
+            return result
         blocks = BlockSum(self._comm, vector, scale, cast, result)
         while not blocks.done:
             self._wait_for(blocks.advance)

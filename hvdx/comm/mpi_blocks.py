@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdx.comm.base import Cast, add_in_order
+from hvdx.comm.base import BLOCK_BYTES, Cast, add_in_order
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Bytes of a block, a multiple of all item sizes. Open MPI sends up to 64 KiB over TCP, its header included, without
-# asking the receiver before. With blocks of 240 kB, four hosts took 1.1 times as long at 100 Mbit/s.
-_BLOCK_BYTES = 60_000
 # Number of blocks by which a rank may have sent more than it has received, so that a rank that is ahead does not fill
 # the queues of the others' links. With 8, eight hosts took 1.06 times as long at 100 Mbit/s.
 _AHEAD = 16
@@ -48,7 +45,7 @@ class BlockSum:
         self._others = others = self._size - 1
         ends = (np.arange(1, self._size) * vector.size // self._size * vector.itemsize).tolist()
         self._addends, self._sums = (np.split(array.view(np.uint8), ends) for array in (vector, out))
-        count = -(-max(piece.size for piece in self._addends) // _BLOCK_BYTES)
+        count = -(-max(piece.size for piece in self._addends) // BLOCK_BYTES)
         # So many rounds pass from the addends of a block to its sum that no rank waits for the sum.
         lag = -(-_AHEAD // (2 * others))
         # Each round has one block for each other rank: addends (True) or sums, and the number of the block.
@@ -59,7 +56,7 @@ class BlockSum:
         self._rounds += sums[max(count - lag, 0) :]
         # Addends of blocks whose sum is not ready: those that may arrive before others of their block, or before their
         # turn to be summed.
-        self._arriving = np.empty((2 + (_AHEAD + others) // others, self._size, _BLOCK_BYTES), np.uint8)
+        self._arriving = np.empty((2 + (_AHEAD + others) // others, self._size, BLOCK_BYTES), np.uint8)
         self._total, self._sent, self._posted, self._received, self._summed = others * len(self._rounds), 0, 0, 0, 0
         self._sending: deque[MPI.Request] = deque()
         self._receiving: deque[MPI.Request] = deque()
@@ -91,7 +88,7 @@ class BlockSum:
         """Return whether a message of the schedule holds addends, its bytes in a piece, its block, and its k."""
         number, k = divmod(message, self._others)
         addends, block = self._rounds[number]
-        return addends, slice(block * _BLOCK_BYTES, (block + 1) * _BLOCK_BYTES), block, k + 1
+        return addends, slice(block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES), block, k + 1
 
     def _outgoing(self, message: int) -> tuple[np.ndarray, int]:
         """Return the content of a message, uint8[bytes], and the rank to which it goes."""
@@ -107,7 +104,7 @@ class BlockSum:
 
     def _slot(self, block: int) -> np.ndarray:
         """Return the buffer for the addends of all ranks to one block of this rank's piece, uint8[size, bytes]."""
-        mine = min(self._sums[self._rank].size - block * _BLOCK_BYTES, _BLOCK_BYTES)
+        mine = min(self._sums[self._rank].size - block * BLOCK_BYTES, BLOCK_BYTES)
         return self._arriving[block % len(self._arriving), :, : max(mine, 0)]
 
     def _is_ready(self, message: int) -> bool:

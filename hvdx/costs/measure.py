@@ -112,18 +112,16 @@ def _measure_parts(threads: int | None) -> tuple[float, float, float]:
     return max(float(all_of_them - one), 0.0) / (_PARTS - 1), float(cutting) / _PARTS, float(joining) / _PARTS
 
 
-def measure_memory(elements: int) -> tuple[float, float]:
-    """Return the bytes per second of a pass over arrays, and the seconds to convert an element from float16.
+def measure_memory(elements: int) -> float:
+    """Return the bytes per second of a pass over arrays.
 
     Args:
         elements: number of elements of the model, since a small one fits the cache.
     """
     n = max(min(elements, _TIMED_ELEMENTS), 1 << 10)
-    left, more, narrow = np.ones(n, np.float32), np.ones(n, np.float32), np.ones(n, np.float16)
+    left, more = np.ones(n, np.float32), np.ones(n, np.float32)
     # The result is a new array, as in most copies of an exchange.
-    adding = _median(lambda: left + more)
-    cast = _median(lambda: narrow.astype(np.float32))
-    return 12 * n / max(adding, 1e-9), cast / n
+    return 12 * n / max(_median(lambda: left + more), 1e-9)
 
 
 def measure_network() -> tuple[float, float]:
@@ -172,8 +170,8 @@ def measure_machine(elements: int, threads: int | None = None) -> Machine:
         elements: number of elements of the model.
         threads: threads of the codec's kernels.
     """
-    (memory, half), (message, transport) = measure_memory(elements), measure_network()
-    return Machine(memory, half, message, transport, measure_codec(elements, threads))
+    message, transport = measure_network()
+    return Machine(measure_memory(elements), message, transport, measure_codec(elements, threads))
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from hvdx.comm.base import Engine
+from hvdx.comm.base import BLOCK_BYTES, Engine
 from hvdx.comm.waiting import overshoot
 from hvdx.costs.types import TERMS, Layer, Link, Machine, Prediction
 
@@ -126,7 +126,7 @@ class Situation:
     def all_to_all(self, part: float, rounds: int = 1) -> dict[str, float]:
         """Return the terms of an exchange on the host, in which each rank sends every other rank some bytes at once.
 
-        It is that of `Channel.exchange`, of `scatter_pieces` and of `gather_pieces`.
+        It is that of `Channel.exchange`.
 
         Args:
             part: bytes from one rank to another.
@@ -175,17 +175,36 @@ class Situation:
             # To float16 and back. A cast moves half the bytes per second of a copy (TensorFlow on x86-64).
             casts = 2 * self.passes(2 * (4 + itemsize), elements)
         if self.engine == "mpi":
-            # On the host: concatenation, sum in float32, result; see `HostGraphComm.reduce_group`.
-            terms = self.all_to_all(payload / self.workers, rounds=2)
-            copying = self.passes(4 * itemsize + 12, elements) + casts
-            copying += elements * self.machine.half if itemsize < 4 else 0.0
-            return {"copying": copying} | terms
+            return added([self._dense(payload), {"copying": casts}])
         # Horovod: into and out of the fusion buffer, and one sum. Before that, its thread wakes up and the ranks agree
         # that the tensors are ready, by an all-reduce of a few bytes.
         terms, cycle = self.ring(payload), _RARE_CYCLE if rarely else _CYCLE
         agreement = math.ceil(math.log2(self.workers)) * (self.network.latency + self.machine.message)
         terms["latency"] += cycle / 2 + agreement
         return {"copying": self.passes(4 * itemsize + 3 * itemsize, elements) + casts} | terms
+
+    def _dense(self, payload: float) -> dict[str, float]:
+        """Return the terms of a sum over MPI on the host; see `hvdx.comm.dense` and `hvdx.comm.mpi_blocks`.
+
+        Args:
+            payload: bytes of the tensors.
+        """
+        count, link = self.workers, self.network
+        here = min(count, self.per_host)
+        hosts = count // here
+        terms = {"latency": 0.0, "transfer": 0.0, "copying": 2 * payload / self.machine.memory}
+        if here > 1:
+            # Into shared memory; one piece of each vector is read, and one written; out of it. Two exchanges of headers.
+            terms["copying"] = (2 + (here + 1) / here + 2) * payload / self.machine.memory
+            terms["latency"] = 2 * (self.machine.message + overshoot(self.machine.message))
+        if hosts > 1:
+            # The ranks of a host share its link, and each carries its piece. Additions overlap with the transfer, which
+            # begins with addends only and ends with sums only. The last block is awaited with back-off.
+            messages = 2 * (hosts - 1) * math.ceil(payload / count / BLOCK_BYTES)
+            terms["transfer"] = 2 * (hosts - 1) / hosts * payload / link.bandwidth
+            block = min(payload / count, BLOCK_BYTES) * here / link.bandwidth
+            terms["latency"] += 2 * link.latency + overshoot(block) + messages * self.machine.message
+        return terms
 
     def gathering(self, itemsize: int) -> tuple[dict[str, float], float]:
         """Return the terms of gathering the gradients of embeddings, and the bytes that a worker sends for it.

@@ -60,14 +60,12 @@ class Machine:
 
     Attributes:
         memory: bytes per second that a pass over arrays reads and writes.
-        half: seconds to convert an element from float16 to float32 on the host.
         message: seconds of work for a small message of TCP, sent and received.
         transport: bytes per second that TCP carries within this machine, an upper limit of each link.
         codec: speed of the threshold codec.
     """
 
     memory: float = 2e10
-    half: float = 6e-10
     message: float = 0.0
     transport: float = math.inf
     codec: Codec = field(default_factory=Codec)

@@ -64,7 +64,7 @@ def compare(options: argparse.Namespace) -> int:
     """Run every case in the lab and in the simulation, and print a table."""
     begin, made = time.monotonic(), Made(options.elements)
     alone = codec_seconds(options.elements, lambda: None)
-    memory, half = measure_memory(options.elements)
+    memory = measure_memory(options.elements)
     shared = {"elements": options.elements, "computing_ms": options.computing}
     rows = harness.finished(options.json, **shared)
     for hosts in options.hosts:
@@ -90,7 +90,7 @@ def compare(options: argparse.Namespace) -> int:
             link, speed = Link(facts["latency"], facts["bandwidth"]), alone / max(facts["codec"], alone)
             for spelling, count in job["cases"]:
                 measured = {key: median(r["found"][spelling][key] for r in ended.ranks) for key in ("seconds", "sent")}
-                simulated = _simulated(spelling, situation, link, speed, (memory, half), count, made)
+                simulated = _simulated(spelling, situation, link, speed, memory, count, made)
                 row = {"hosts": hosts, "bandwidth": bandwidth, "strategy": spelling, "steps": count}
                 row |= {"measured": measured["seconds"], "simulated": simulated.seconds, "parts": simulated.parts}
                 row |= {"sent": simulated.sent, "measured_sent": measured["sent"]}
@@ -110,7 +110,7 @@ def _steps(spelling: str, situation: Situation, most: int) -> int:
 
 
 def _simulated(
-    spelling: str, situation: Situation, link: Link, speed: float, passes: tuple[float, float], steps: int, made: Made
+    spelling: str, situation: Situation, link: Link, speed: float, memory: float, steps: int, made: Made
 ) -> Outcome:
     """Simulate the steps of a case.
 
@@ -119,12 +119,11 @@ def _simulated(
         situation: number of hosts, elements and computing.
         link: link between the hosts; its latency includes the work on small messages.
         speed: speed of a core that the hosts share, relative to one that a host has for itself.
-        passes: bytes per second of a pass over arrays alone, and seconds to convert an element from float16.
+        memory: bytes per second of a pass over arrays alone.
         steps: number of steps.
         made: the updates.
     """
     strategy = parse(spelling)
-    memory, half = passes
     # The workers of the benchmark copy no tensors of TensorFlow to an exchange on the host.
     reading = math.inf if strategy.runs == "host" else speed * memory
     measured = Situation(
@@ -132,7 +131,7 @@ def _simulated(
         situation.tensors,
         situation.computing,
         link,
-        Machine(reading, half / speed),
+        Machine(reading),
         "mpi",
         slots=1.0,
     )

@@ -90,14 +90,14 @@ def summed(size, elements, dtype=np.float32, scale=1.0, cast=np.ndarray.astype, 
 @pytest.mark.parametrize("elements", [0, 1, 5, 24, 2500])
 @pytest.mark.parametrize("size", [2, 3, 4, 9])
 def test_blocks_have_the_bits_of_a_sum_in_rank_order(monkeypatch, size, elements, dtype):
-    monkeypatch.setattr(mpi_blocks, "_BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(mpi_blocks, "BLOCK_BYTES", BLOCK)
     expected = in_rank_order(size, elements, dtype, 1 / size)
     for got in summed(size, elements, dtype, 1 / size, seed=elements)[0]:
         assert got.tobytes() == expected.tobytes()
 
 
 def test_ranks_send_the_bytes_of_a_ring(monkeypatch):
-    monkeypatch.setattr(mpi_blocks, "_BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(mpi_blocks, "BLOCK_BYTES", BLOCK)
     size, elements = 4, 2400
     for rank in range(size):
         sent = sum(count for sender, _, count in summed(size, elements)[1] if sender == rank)
@@ -105,7 +105,7 @@ def test_ranks_send_the_bytes_of_a_ring(monkeypatch):
 
 
 def test_blocks_go_to_the_other_ranks_in_turn(monkeypatch):
-    monkeypatch.setattr(mpi_blocks, "_BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(mpi_blocks, "BLOCK_BYTES", BLOCK)
     for rank in range(4):
         targets = [to for sender, to, _ in summed(4, 2400)[1] if sender == rank]
         assert targets == [(rank + k) % 4 for k in (1, 2, 3)] * (len(targets) // 3)
@@ -113,7 +113,7 @@ def test_blocks_go_to_the_other_ranks_in_turn(monkeypatch):
 
 def test_sum_makes_no_progress_without_the_other_ranks(monkeypatch):
     """Test that the time limit of the channel, which begins anew with each block, ends such a sum."""
-    monkeypatch.setattr(mpi_blocks, "_BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(mpi_blocks, "BLOCK_BYTES", BLOCK)
     network = Network(3)
     alone = BlockSum(network.comms[0], vector(0, 10_000), 1.0, np.ndarray.astype, np.empty(10_000, np.float32))
     moved = [alone.advance() for _ in range(1000)]

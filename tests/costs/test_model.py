@@ -10,7 +10,7 @@ from hvdx.costs.model import Situation, split_layers
 from hvdx.costs.types import Codec, Layer, Link, Machine
 
 # Powers of ten, so that each term can be read off; no overhead of messages, and an endless memory.
-PLAIN = Machine(memory=1e30, half=0.0, codec=Codec(encode_element=1e-9))
+PLAIN = Machine(memory=1e30, codec=Codec(encode_element=1e-9))
 BASE = Situation(4, (1_000_000,), 0.02, Link(1e-3, 1e6), PLAIN, "mpi", batch=32, slots=1.0)
 
 
@@ -23,6 +23,26 @@ def test_ring_and_doubling_are_those_of_mpi():
     assert BASE.ring(4e6) == pytest.approx({"latency": 6e-3, "transfer": 6.0})
     assert BASE.ring(4e2) == pytest.approx({"latency": 2e-3, "transfer": 8e-4})
     assert change(link=Link(1e-3, 1e6, reducing=0.5)).ring(4e6)["transfer"] == pytest.approx(12.0)
+
+
+def test_sum_over_mpi_takes_the_bytes_of_a_ring():
+    found = BASE.reduction(4, 1_000_000)
+    # 3 quarters of the bytes there and back, at a megabyte a second; the two ends of the pipeline.
+    assert found["transfer"] == pytest.approx(6.0)
+    assert 2e-3 < found["latency"] < 4e-3
+    assert BASE.reduction(2, 1_000_000)["transfer"] == pytest.approx(3.0)
+
+
+def test_sum_on_one_host_only_passes_over_memory():
+    found = change(per_host=4, machine=dataclasses.replace(PLAIN, memory=1e9)).reduction(4, 1_000_000)
+    # Into shared memory, a piece of 4 vectors and of the sum, and out.
+    assert found["copying"] == pytest.approx(4e6 * (2 + 5 / 4 + 2) / 1e9)
+    assert found["transfer"] == 0.0
+
+
+def test_link_of_a_host_carries_one_vector():
+    alone, shared = (change(workers=w, per_host=k).reduction(4, 1_000_000) for w, k in ((2, 1), (8, 4)))
+    assert shared["transfer"] == pytest.approx(alone["transfer"])
 
 
 def test_split_layers_send_activations():

@@ -19,7 +19,7 @@ from tests.strategies.serving.ranks import all_fine, run
 from tests.strategies.virtual import on_all
 
 # Powers of ten, so that each term can be read off; no overhead of messages, and an endless memory.
-PLAIN = Machine(memory=1e30, half=0.0, codec=Codec(encode_element=1e-9))
+PLAIN = Machine(memory=1e30, codec=Codec(encode_element=1e-9))
 BASE = Situation(4, (1_000_000,), 0.02, Link(1e-3, 1e6), PLAIN, "mpi", batch=32, slots=1.0)
 STRATEGIES = [
     *("all_reduce", "all_reduce:compression=fp16", "threshold", "threshold:target_density=0.01,max_staleness=inf"),
@@ -32,11 +32,11 @@ def change(**values):
     return dataclasses.replace(BASE, **values)
 
 
-def test_all_reduce_on_the_host_has_two_exchanges():
+def test_all_reduce_on_the_host_sends_the_bytes_of_a_ring():
     terms = AllReduce().predict(BASE).terms
     assert terms["transfer"] == pytest.approx(6.0)  # 2 * 3 quarters of 4 MB at 1 MB/s
-    # A round of 1 ms; polling ends at most half of the longest sleep late.
-    assert terms["latency"] == pytest.approx(2 * (1e-3 + 5e-4))
+    # Two ends of 1 ms; polling ends at most half of the longest sleep late.
+    assert terms["latency"] == pytest.approx(2 * 1e-3 + 5e-4)
     assert AllReduce(compression="fp16").predict(BASE).terms["transfer"] == pytest.approx(3.0)
 
 
