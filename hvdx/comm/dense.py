@@ -19,8 +19,8 @@ _CHUNK, _CAST_CHUNK = 1 << 16, 1 << 20
 class DenseSums:
     """Sums of vectors over the ranks of a communicator. Creating it is collective.
 
-    Elements are added in rank order, within each host first and then in the order of the hosts, in float32 (or float64).
-    With several ranks on each of several hosts, the sum of a host is rounded to the dtype of the vectors.
+    Elements are added in rank order, within each host first and then in the order of the hosts, in float32, or in
+    float64 if that is their dtype. With several ranks on each of several hosts, the sum of a host is rounded to the dtype of the vectors.
 
     Args:
         comm: communicator on the host, with channels.

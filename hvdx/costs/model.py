@@ -194,7 +194,7 @@ class Situation:
         hosts = count // here
         terms = {"latency": 0.0, "transfer": 0.0, "copying": 2 * payload / self.machine.memory}
         if here > 1:
-            # Into shared memory; one piece of each vector is read, and one written; out of it. Two exchanges of headers.
+            # Into shared memory; the piece of each vector, and of the sum; out of it. Two exchanges of headers.
             terms["copying"] = (2 + (here + 1) / here + 2) * payload / self.machine.memory
             terms["latency"] = 2 * (self.machine.message + overshoot(self.machine.message))
         if hosts > 1:

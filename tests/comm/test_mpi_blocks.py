@@ -34,13 +34,13 @@ class Comm:
     def __init__(self, network, rank, size):
         self._network, self._rank, self._size, self.ahead = network, rank, size, 0
 
-    def Get_rank(self):
+    def Get_rank(self):  # noqa: N802
         return self._rank
 
-    def Get_size(self):
+    def Get_size(self):  # noqa: N802
         return self._size
 
-    def Isend(self, data, to, tag):
+    def Isend(self, data, to, tag):  # noqa: N802
         self._network.log.append((self._rank, to, data.size))
         self.ahead += 1
         assert self.ahead <= mpi_blocks._AHEAD, "a rank that is ahead fills the queues of the others"
@@ -48,7 +48,7 @@ class Comm:
         self._network.deliver(self._rank, to)
         return Request(self._network, lambda: True)
 
-    def Irecv(self, buffer, sender, tag):
+    def Irecv(self, buffer, sender, tag):  # noqa: N802
         self._network.posted[sender, self._rank].append(buffer)
         self._network.deliver(sender, self._rank)
 
@@ -66,7 +66,7 @@ class Request:
     def __init__(self, network, done):
         self._network, self._done = network, done
 
-    def Test(self):
+    def Test(self):  # noqa: N802
         return self._network.random.random() < 0.4 and self._done()
 
 
