@@ -20,7 +20,8 @@ class DenseSums:
     """Sums of vectors over the ranks of a communicator. Creating it is collective.
 
     Elements are added in rank order, within each host first and then in the order of the hosts, in float32, or in
-    float64 if that is their dtype. With several ranks on each of several hosts, the sum of a host is rounded to the dtype of the vectors.
+    float64 if that is their dtype. With several ranks on each of several hosts, the sum of a host is rounded to the
+    dtype of the vectors.
 
     Args:
         comm: communicator on the host, with channels.
