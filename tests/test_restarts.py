@@ -20,7 +20,7 @@ keras.utils.set_random_seed(0)
 random = np.random.default_rng(7)
 x, y = random.normal(size=(96, 6)).astype("float32"), random.normal(size=(96, 1)).astype("float32")
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dropout(0.3), keras.layers.Dense(1)])
-model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+model.compile(keras.optimizers.SGD(0.01, momentum=0.5), "mse")
 folder, attempt = os.environ.get("HVDX_CHECKPOINT", ""), os.environ.get("HVDX_ATTEMPT", "")
 class Kill(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
@@ -39,7 +39,7 @@ print("WEIGHTS", hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.
 
 
 def weights(done):
-    assert done.code == 0, done
+    assert done.code == 0, str(done)
     found = set(re.findall(r"WEIGHTS (\w+)", done.out))
     assert len(found) == 1, done
     return found

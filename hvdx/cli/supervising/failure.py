@@ -73,7 +73,7 @@ def find_failure(text: str, code: int) -> Failure | None:
     if found is None:
         line = "" if code < 0 else key_line(text)
         return Failure(line if "Error" in line or "error:" in line else exit_reason(code))
-    reason = (values.get("reason") or "").strip()
+    reason = (values.get("reason") or "").strip().rstrip(".")
     if values.get("signal"):
         reason = f"killed by {signal_name(int(values['signal']))}"
     elif values.get("code"):

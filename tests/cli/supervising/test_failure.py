@@ -55,7 +55,7 @@ LEFT = "hvdx: rank 1 of 2 on vm ended: sys.exit(3), and the others cannot contin
         (RAISED + ABORTED, 1, Failure("ValueError: no such image", "1", "vm")),
         (LEFT + ABORTED, 3, Failure("sys.exit(3)", "1", "vm")),
         ("hvdx: ReplicaError: epoch 1: the weights differ.\n" + ABORTED, 1,
-         Failure("ReplicaError: epoch 1: the weights differ.")),
+         Failure("ReplicaError: epoch 1: the weights differ")),
         (LOST, 0, Failure("the launcher has lost the host", "", "b")),
         (HYDRA, 9, Failure("exit code 9", "", "node2")),
         # What another rank says afterwards follows from the first failure.
