@@ -1,12 +1,12 @@
 """The checkpoint of `hvdx run --checkpoint` in a script that has none, and the report that training has begun."""
 
 import os
+from collections.abc import Callable
 
 import keras
 
 from hvdx.comm import Comm, supervision
 from hvdx.errors import ConfigError
-from hvdx.keras.checkpoint.callback import Checkpoint
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.part import Part
 from hvdx.keras.types import Logs
@@ -17,8 +17,20 @@ VARIABLE = "HVDX_CHECKPOINT"
 EVERY_VARIABLE = "HVDX_CHECKPOINT_EVERY"
 _EVERY = "1 minute"
 
+# Makes a `Checkpoint` from a directory and an interval; see `use`.
+_make: Callable[[str, str], Part] | None = None
 # Fits of this process under `Distribute` that have begun. A script that starts again calls them in the same order.
 _fits = 0
+
+
+def use(make: Callable[[str, str], Part]) -> None:
+    """Set the class of the checkpoint; `hvdx.keras.checkpoint`, which imports this package, calls this function.
+
+    Args:
+        make: the class.
+    """
+    global _make
+    _make = make
 
 
 class Saving(Part):
@@ -36,7 +48,7 @@ class Saving(Part):
         self._comm, self._attachment = comm, attachment
         self._saves = False
 
-    def add_checkpoint(self, callbacks: keras.callbacks.CallbackList) -> Checkpoint | None:
+    def add_checkpoint(self, callbacks: keras.callbacks.CallbackList) -> Part | None:
         """Add the `Checkpoint` that the environment asks for, unless the list has one.
 
         The first fit of the process saves to the directory, and the N-th to its folder `fit-N`.
@@ -48,14 +60,14 @@ class Saving(Part):
             ConfigError: if the interval is not one of `Checkpoint`, or not one for the strategy.
         """
         folder = os.environ.get(VARIABLE)
-        self._saves = any(isinstance(c, Checkpoint) for c in callbacks.callbacks)
-        if self._saves or not folder:
+        self._saves = any(isinstance(c, Part) and c.saves for c in callbacks.callbacks)
+        if self._saves or not folder or _make is None:
             return None
         if _fits:
             folder = os.path.join(folder, f"fit-{_fits + 1}")
         every = os.environ.get(EVERY_VARIABLE) or ("1 epoch" if self._attachment.strategy.asynchronous else _EVERY)
         try:
-            added = Checkpoint(folder, every)
+            added = _make(folder, every)
         except ConfigError as error:
             raise ConfigError(f"{EVERY_VARIABLE}={every}: {error}") from error
         # A new list: Keras is iterating over the old one.
