@@ -46,7 +46,7 @@ class Saving(Part):
     def __init__(self, comm: Comm, attachment: Attachment):
         super().__init__()
         self._comm, self._attachment = comm, attachment
-        self._saves = False
+        self._saves = self._added = False
 
     def add_checkpoint(self, callbacks: keras.callbacks.CallbackList) -> Part | None:
         """Add the `Checkpoint` that the environment asks for, unless the list has one.
@@ -60,6 +60,7 @@ class Saving(Part):
             ConfigError: if the interval is not one of `Checkpoint`, or not one for the strategy.
         """
         folder = os.environ.get(VARIABLE)
+        self._added = False
         self._saves = any(isinstance(c, Part) and c.saves for c in callbacks.callbacks)
         if self._saves or not folder or _make is None:
             return None
@@ -72,12 +73,21 @@ class Saving(Part):
             raise ConfigError(f"{EVERY_VARIABLE}={every}: {error}") from error
         # A new list: Keras is iterating over the old one.
         callbacks.callbacks = [*callbacks.callbacks, added]
-        self._saves = True
+        self._saves = self._added = True
         return added
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Count the fit."""
+        """Count the fit.
+
+        Raises:
+            ConfigError: if the model is not built, since a restart could not restore it.
+        """
         global _fits
+        if self._added and not self.model.built:
+            raise ConfigError.on_all_ranks(
+                f"{VARIABLE}: expected a model that is built, since a restart restores it before the first step; got "
+                f"{self.model.name} without weights. Do: give it an Input, or call it on a batch before fit."
+            )
         _fits += 1
 
     def end_first_step(self) -> None:

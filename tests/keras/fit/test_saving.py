@@ -69,3 +69,10 @@ def test_each_fit_has_a_folder_and_a_checkpoint_of_the_script_stays(tmp_path, mo
     assert {path.name for path in (tmp_path / "own").iterdir()} == {"epoch-0001"}
     monkeypatch.delenv(saving.VARIABLE)
     assert fit() == [{"kind": "training", "saves": False}]
+
+
+def test_model_that_a_restart_could_not_restore_is_refused():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ConfigError, match="expected a model that is built"):
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[Distribute()])
