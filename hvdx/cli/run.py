@@ -13,6 +13,7 @@ from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi
 from hvdx.cli.common.mpi_traffic import traffic_options
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.cli.common.reachable import check_hosts
+from hvdx.cli.supervising.supervisor import Job, supervise
 from hvdx.errors import LaunchError
 
 NAME = "run"
@@ -29,6 +30,13 @@ the job.
   hvdx run -n 2 --dry-run python train.py              print the mpirun command, to change it or to learn from it
   HVDX_STRATEGY=threshold hvdx run -n 4 python train.py
                                                        choose a strategy without editing the script
+  hvdx run -n 4 --checkpoint ckpt --max-restarts 5 python train.py
+                                                       save every minute; after a failure, start again from there
+
+With --max-restarts, a job that fails is started again after its last checkpoint, on the hosts that answer. A failure
+that would only repeat ends it: a ConfigError, a wrong command line, the same error twice before the first step; so do
+Ctrl-C and SIGTERM. --checkpoint works for a `fit` with `Distribute`; a script that has a `Checkpoint` keeps its own.
+docs/survive.md says what is lost.
 
 With Open MPI, workers on one machine listen on no network, and workers on several exchange over the network that all
 --hosts are on. OMPI_MCA_btl, OMPI_MCA_btl_tcp_if_include or ..._exclude changes that.
@@ -47,11 +55,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", metavar="HOST:N,...", help="hosts, each with its number of workers (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="print the mpirun command, and start nothing")
     parser.add_argument("--all", action="store_true", help="show the standard output of all workers")
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="restarts after failures (default: 0)")
+    parser.add_argument(
+        "--min-workers", type=int, metavar="N", help="least workers of a restart, if hosts are lost (default: 1)"
+    )
+    parser.add_argument("--checkpoint", metavar="DIR", help="save the training there, and resume it from there")
+    parser.add_argument(
+        "--every",
+        metavar="INTERVAL",
+        help='interval of --checkpoint: "5 minutes", "500 steps", "1 epoch" (default: 1 minute; 1 epoch under a '
+        "parameter server and max_staleness)",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="command of every worker")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by mpirun, so that its exit code is the job's; with --dry-run, print the command.
+    """Replace this process by mpirun, so that its exit code is the job's, or supervise mpirun; or print the command.
 
     Raises:
         LaunchError: if there is no launcher or no program, the options are wrong, or hosts do not answer.
@@ -67,18 +86,46 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(
             f"run: -n {workers}: --hosts has room for {sum(hosts.values())} workers. Raise N in HOST:N, or lower -n."
         )
-    mpi = find_mpi()
-    rank = [sys.executable, "-I", "-S", str(_RANK), "all" if args.all else "first"]
-    options = [*traffic_options(mpi, list(hosts)), *_host_options(mpi, hosts)]
-    command = [*mpirun_command(workers, mpi), *options, *rank, *_found(words)]
+    _check_restarts(args, workers)
+    os.environ.update(_checkpoint(args))
+    mpi, program = find_mpi(), _found(words)
+
+    def command(hosts: dict[str, int], workers: int) -> list[str]:
+        rank = [sys.executable, "-I", "-S", str(_RANK), "all" if args.all else "first"]
+        options = [*traffic_options(mpi, list(hosts)), *_host_options(mpi, hosts)]
+        return [*mpirun_command(workers, mpi), *options, *rank, *program]
+
+    launch = command(hosts, workers)
     if args.dry_run:
-        print(shlex.join(command))
+        chosen = [f"{name}={value}" for name, value in _checkpoint(args).items()]
+        print(shlex.join([*(["env"] if chosen else []), *chosen, *launch]))
         return 0
     check_hosts(hosts)
     sys.stdout.flush()
     os.environ["PATH"] = search_path()
+    if args.max_restarts:
+        return supervise(Job(command, workers, hosts, args.max_restarts, args.min_workers or 1))
     # execv: signals and the terminal reach mpirun itself, and its exit code is that of this process.
-    return os.execv(command[0], command)
+    return os.execv(launch[0], launch)
+
+
+def _check_restarts(args: argparse.Namespace, workers: int) -> None:
+    if args.max_restarts < 0:
+        raise LaunchError(f"run: --max-restarts: expected 0 or more, got {args.max_restarts}. Do: --max-restarts 3")
+    if args.min_workers is not None and not (args.max_restarts and 1 <= args.min_workers <= workers):
+        raise LaunchError(
+            f"run: --min-workers: expected 1 to {workers}, the number of workers, with --max-restarts, got "
+            f"{args.min_workers} with --max-restarts {args.max_restarts}. Do: change it, or leave it out."
+        )
+    if args.every and not args.checkpoint:
+        raise LaunchError(f"run: --every {args.every}: expected --checkpoint DIR too. Do: add it, or leave both out.")
+
+
+def _checkpoint(args: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that `Distribute` reads."""
+    # The script may change its folder.
+    chosen = {"HVDX_CHECKPOINT": os.path.abspath(args.checkpoint)} if args.checkpoint else {}
+    return chosen | ({"HVDX_CHECKPOINT_EVERY": args.every} if args.every else {})
 
 
 def parse_hosts(text: str | None, command: str = NAME) -> dict[str, int]:

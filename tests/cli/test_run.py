@@ -52,6 +52,29 @@ def test_hosts_and_exported_variables(dry, monkeypatch):
     assert dry(MPICH, "--hosts", "a:2,b", sys.executable)[1:5] == ["-n", "3", "-hosts", "a:2,b:1"]
 
 
+def test_checkpoint_reaches_the_workers_of_all_hosts(dry, monkeypatch, tmp_path):
+    for name in ("HVDX_CHECKPOINT", "HVDX_CHECKPOINT_EVERY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.chdir(tmp_path)
+    words = dry(OPEN_MPI, "--hosts", "a:2,b", "--checkpoint", "ckpt", "--every", "5 minutes", sys.executable)
+    assert words[:3] == ["env", f"HVDX_CHECKPOINT={tmp_path}/ckpt", "HVDX_CHECKPOINT_EVERY=5 minutes"]
+    assert " -x HVDX_CHECKPOINT -x HVDX_CHECKPOINT_EVERY " in shlex.join(words)
+
+
+def test_restarts_have_the_hosts_that_are_left(monkeypatch):
+    jobs = []
+    monkeypatch.setattr(command, "find_mpi", lambda: OPEN_MPI)
+    monkeypatch.setattr(command, "check_hosts", lambda hosts: None)
+    monkeypatch.setattr(command, "supervise", lambda job: jobs.append(job) or 3)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    assert main(["run", "--hosts", "a:2,b", "--max-restarts", "5", "--min-workers", "2", sys.executable]) == 3
+    (job,) = jobs
+    assert (job.workers, job.hosts, job.max_restarts, job.min_workers) == (3, {"a": 2, "b": 1}, 5, 2)
+    words = job.command({"a": 2}, 2)
+    assert words[1:3] == ["-n", "2"]
+    assert words[words.index("--host") + 1] == "a:2"
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -61,6 +84,10 @@ def test_hosts_and_exported_variables(dry, monkeypatch):
         (["-n", "3", "--hosts", "a:2", "python"], "room for 2"),
         (["--hosts", "a:x", "python"], "'a:x'"),
         (["-n", "2", "no-such-program"], "not found"),
+        (["-n", "2", "--max-restarts", "-1", "python"], "--max-restarts: expected 0 or more"),
+        (["-n", "2", "--max-restarts", "1", "--min-workers", "3", "python"], "--min-workers: expected 1 to 2"),
+        (["-n", "2", "--min-workers", "1", "python"], "with --max-restarts 0"),
+        (["-n", "2", "--every", "1 epoch", "python"], "expected --checkpoint DIR too"),
     ],
 )
 def test_bad_input_is_named(options, named, capsys):

@@ -95,7 +95,7 @@ def run_copies(command: Sequence[str], folder: Path, copies: int, timeout: float
     finally:
         for process in processes:
             # Also children that a script left behind.
-            kill_group(process)  # type: ignore[arg-type]
+            kill_group(process)
             process.wait()
     return [read_training(folder / f"copy-{i}") for i in range(copies)]
 

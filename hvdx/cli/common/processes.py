@@ -123,8 +123,8 @@ def start_group(
     )
 
 
-def kill_group(process: "subprocess.Popen[str]") -> None:
-    """Kill a process that `start_group` started, and its children."""
+def kill_group(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+    """Kill a process that has a session of its own, as those of `start_group`, and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -204,12 +204,13 @@ def exit_reason(code: int) -> str:
         ('exit code 137 (SIGKILL)', 'crashed with SIGKILL', 'exit code 3')
     """
     if code < 0:
-        return f"crashed with {_signal_name(-code)}"
+        return f"crashed with {signal_name(-code)}"
     named = code > 128 and code - 128 in signal.valid_signals()
-    return f"exit code {code}" + (f" ({_signal_name(code - 128)})" if named else "")
+    return f"exit code {code}" + (f" ({signal_name(code - 128)})" if named else "")
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as "SIGKILL"."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -23,30 +23,42 @@ _OTHER_WAYS = (
 
 
 def check_hosts(hosts: Iterable[str], environ: Mapping[str, str] | None = None) -> None:
-    """Check that ssh starts a command on each host without a password; ask all hosts at the same time.
-
-    Nothing is checked where something else than ssh reaches the hosts, such as a batch system.
+    """Check that ssh starts a command on each host without a password.
 
     Args:
-        hosts: names of hosts; this machine is left out.
-        environ: environment variables; those of this process by default.
+        hosts, environ: see `absent_hosts`.
 
     Raises:
         LaunchError: if hosts do not answer, with the reason of each.
     """
-    environ = os.environ if environ is None else environ
-    asked = list(hosts)
-    if not asked or any(environ.get(name) for name in _OTHER_WAYS):
-        return
-    with ThreadPoolExecutor(min(len(asked), _AT_ONCE)) as pool:
-        reasons = dict(zip(asked, pool.map(_reason, asked), strict=True))
-    absent = {host: reason for host, reason in reasons.items() if reason}
+    absent = absent_hosts(hosts, environ)
     if absent:
         listed = "; ".join(f"{host}: {reason}" for host, reason in absent.items())
         raise LaunchError(
             f"run: --hosts: expected hosts on which ssh starts commands without a password, got {listed}. "
             f"Do: check the names, and try: ssh {next(iter(absent))} true"
         )
+
+
+def absent_hosts(hosts: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Find the hosts on which ssh starts no command without a password; ask all hosts at the same time.
+
+    No host is asked where something else than ssh reaches them, such as a batch system.
+
+    Args:
+        hosts: names of hosts; this machine is left out.
+        environ: environment variables; those of this process by default.
+
+    Returns:
+        The hosts that do not answer, with the reason of each.
+    """
+    environ = os.environ if environ is None else environ
+    asked = list(hosts)
+    if not asked or any(environ.get(name) for name in _OTHER_WAYS):
+        return {}
+    with ThreadPoolExecutor(min(len(asked), _AT_ONCE)) as pool:
+        reasons = dict(zip(asked, pool.map(_reason, asked), strict=True))
+    return {host: reason for host, reason in reasons.items() if reason}
 
 
 def _reason(host: str) -> str:

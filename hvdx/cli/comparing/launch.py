@@ -146,5 +146,5 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         pass
     finally:
         # After a second Ctrl-C, too; and children that the command left behind.
-        kill_group(process)  # type: ignore[arg-type]
+        kill_group(process)
         process.wait()

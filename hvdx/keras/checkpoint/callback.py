@@ -20,7 +20,7 @@ from hvdx.keras.checkpoint.folder import Folder, Position, positions_in
 from hvdx.keras.checkpoint.restoring import Restored, restore_newest
 from hvdx.keras.checkpoint.schedule import Polls, parse
 from hvdx.keras.checkpoint.writer import Writer, wait_for_all
-from hvdx.keras.fit import callback_list, data, state
+from hvdx.keras.fit import callback_list, data, saving, state
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.sync_callback import SyncCallback
@@ -85,6 +85,8 @@ class Checkpoint(Part):
         ...     sorted(os.listdir(directory))
         ['epoch-0002', 'epoch-0003']
     """
+
+    saves = True
 
     def __init__(
         self,
@@ -367,3 +369,6 @@ class Checkpoint(Part):
         PreemptionListener.ignore()
         acknowledge()
         raise SystemExit(REQUEUE_CODE)
+
+
+saving.use(Checkpoint)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvdx.comm import supervision
 from hvdx.comm.waiting import until
 from hvdx.errors import ConfigError
 
@@ -124,7 +125,10 @@ def _same(descriptor: int, path: Path) -> bool:
 
 
 def _restarted(who: dict[str, Any]) -> bool:
-    """Return whether `who` describes an earlier run of this job, which was requeued since."""
+    """Return whether `who` describes an earlier run of this job, which was requeued or started again since."""
+    run, attempt = supervision.attempt()
+    if run and who.get("run") == run and who.get("attempt") != attempt:
+        return True
     return bool(_job()) and who.get("job") == _job() and who.get("restarts") != _restarts()
 
 
@@ -148,7 +152,8 @@ def _here() -> dict[str, Any]:
     except (OSError, KeyError):  # a container's user may have no name
         user = str(os.getuid())
     place = {"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}
-    return {"job": _job(), "restarts": _restarts(), "user": user, **place}
+    supervised = dict(zip(("run", "attempt"), supervision.attempt(), strict=True))
+    return {"job": _job(), "restarts": _restarts(), **supervised, "user": user, **place}
 
 
 def _now() -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from hvdx.comm import supervision
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit
 from hvdx.errors import ConfigError, HvdxError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
@@ -135,12 +136,14 @@ class Writer:
     # -- in the thread ------------------------------------------------------------------------------------------------
 
     def _write(self, position: Position, content: Snapshot) -> None:
+        copied = time.monotonic()
         try:
             self._write_own(position, content)
             self._own_written.set()
             if self._folder.comm.rank == 0:
                 self._await_others()
                 self._folder.publish(self._partial, position, self._keep)
+                supervision.report("saved", position=str(position), seconds=time.monotonic() - copied)
         except Exception as error:
             self._problem = error
             self._report_failure(error)

@@ -23,6 +23,7 @@ from hvdx.keras.fit.part import Part, Parts
 from hvdx.keras.fit.plain_copies import PlainCopies
 from hvdx.keras.fit.record import Record
 from hvdx.keras.fit.recording import Recording
+from hvdx.keras.fit.saving import Saving
 from hvdx.keras.fit.schedules import Schedules
 from hvdx.keras.fit.settings import Settings
 from hvdx.keras.fit.start import Start
@@ -93,7 +94,7 @@ class Distribute(Parts):
         self._counting = counting = Counting(comm, attachment, recording)
         self._costs = costs = Costs(comm, counting, attachment)
         self._sync = sync = SyncCallback(comm, counting, attachment, self)
-        self._copies = PlainCopies()
+        self._copies, self._saving = PlainCopies(), Saving(comm, attachment)
         written = Record(comm, recording, sync, attachment, counting, costs, limit)
         # The order in which the hooks of the parts run; see `Part`.
         order: list[Part] = [
@@ -114,6 +115,7 @@ class Distribute(Parts):
             costs,  # of the exchanges
             self._copies,  # plain copies of models with split layers
             written,  # the record
+            self._saving,  # the checkpoint of `hvdx run --checkpoint`
             Limiting(comm, limit, counting, attachment, costs, written),  # the end at `HVDX_LIMIT`
         ]
         self.parts = self.called = [part for part in order if comm.size > 1 or part.alone]
@@ -141,7 +143,9 @@ class Distribute(Parts):
     def set_model(self, model: keras.Model) -> None:
         """Arrange the callback list; Keras calls this before it makes the training function."""
         super().set_model(model)
-        found = calling_list(self) if self._comm.size > 1 else None
+        found = calling_list(self)
+        added = None if found is None else self._saving.add_checkpoint(found)
+        found = found if self._comm.size > 1 else None
         if found is not None:
             self._copies.serve(found.callbacks)
             self._muted = callback_list.arrange(found, self, self._sync, EpochLogs, self._comm.rank)
@@ -149,6 +153,8 @@ class Distribute(Parts):
             # Keras calls the hooks of `SyncCallback` if it is in the list.
             others = [part for part in self.parts if part is not self._sync]
             self.called = others if found is not None else [*others, self._sync]
+        if added is not None:
+            added.set_model(model)
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Begin a fit; `SyncCallback` lets the parts agree once all other callbacks have begun."""

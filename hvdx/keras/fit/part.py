@@ -17,9 +17,10 @@ class Part(keras.callbacks.Callback):
 
     Attributes:
         alone: True if the part also runs in a world of one.
+        saves: True if the part saves checkpoints of the training.
     """
 
-    alone = False
+    alone = saves = False
 
     @property
     def steps_done(self) -> int:

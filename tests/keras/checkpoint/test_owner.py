@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from hvdx.comm import supervision
 from hvdx.errors import ConfigError
 from hvdx.keras.checkpoint import owner
 from hvdx.keras.checkpoint.folder import Folder
@@ -31,7 +32,7 @@ time.sleep(float(sys.argv[3]))
 @pytest.fixture
 def hold(tmp_path, monkeypatch):
     """Return a function that starts a process which holds the folder."""
-    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "LSB_JOBID"):
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "LSB_JOBID", supervision.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     others = []
 
@@ -62,6 +63,17 @@ def test_error_of_the_second_job_names_the_first(tmp_path, hold):
     assert f"remove {tmp_path / owner.NAME}" in str(refused.value)
     (tmp_path / owner.NAME).unlink()
     assert is_free(tmp_path)
+
+
+@pytest.mark.parametrize(("attempt", "allowed"), [("a:3", True), ("a:2", False), ("b:3", False)])
+def test_next_attempt_of_a_supervised_run_does_not_wait_for_a_lost_host(tmp_path, hold, monkeypatch, attempt, allowed):
+    hold(job="", run="a", attempt="2")
+    monkeypatch.setenv(supervision.VARIABLE, attempt)
+    if allowed:
+        Owner(tmp_path, wait=0.5).release()
+    else:
+        with pytest.raises(ConfigError, match="another training"):
+            Owner(tmp_path, wait=0.2)
 
 
 def test_folder_of_a_killed_job_is_free(tmp_path, hold):

@@ -1,0 +1,172 @@
+"""One attempt of a supervised job: the launcher, its output, and what rank 0 reports."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvdx.cli.common.processes import kill_group
+from hvdx.comm import supervision
+
+# Bytes of each output that are kept for `find_failure`: tracebacks of TensorFlow on many ranks are long.
+_KEPT = 100_000
+# Seconds after the end of the launcher until processes that still hold its output are killed.
+_LINGER = 5.0
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass
+class Attempt:
+    """Course of one attempt; times are those of `time.monotonic`.
+
+    Attributes:
+        began, ended: times of the start and the end of the launcher.
+        trained: time of the end of the first step; None before it.
+        saves: whether the training has a `Checkpoint`.
+        saved: time at which the state of the newest checkpoint was copied; None without one.
+        position: position of that checkpoint, as in "step 120 of epoch 3".
+        code: exit code of the launcher.
+        text: end of its output.
+    """
+
+    began: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
+    trained: float | None = None
+    saves: bool = False
+    saved: float | None = None
+    position: str = ""
+    code: int = 0
+    text: str = ""
+
+    def take(self, reports: Sequence[Mapping[str, object]]) -> None:
+        """Take over what rank 0 has reported."""
+        for report in reports:
+            if report["kind"] == "training":
+                self.trained = self.trained if self.trained is not None else time.monotonic()
+                self.saves = bool(report.get("saves"))
+            elif report["kind"] == "saved":
+                self.saved = time.monotonic() - float(str(report.get("seconds", 0)))
+                self.position, self.saves = str(report.get("position", "")), True
+
+    @property
+    def useful(self) -> float:
+        """Seconds of training that a later attempt builds on."""
+        return 0.0 if self.saved is None else max(0.0, self.saved - self._first)
+
+    @property
+    def lost(self) -> float:
+        """Seconds of training since the newest checkpoint, or since the first step."""
+        return max(0.0, self.ended - (self._first if self.saved is None else self.saved)) if self.has_trained else 0.0
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether it has trained a step, or saved."""
+        return self.trained is not None or self.saved is not None
+
+    @property
+    def _first(self) -> float:
+        # A loop of the user's own saves, but reports no step.
+        return self.began if self.trained is None else self.trained
+
+
+class Signals:
+    """Signals to this process, which are passed on to the launcher.
+
+    Attributes:
+        received: signals that ask the job to end.
+    """
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Signals":
+        self._before = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        self.received.append(number)
+        if self.process is not None:
+            self.process.send_signal(number)
+
+
+def run_attempt(command: Sequence[str], signals: Signals) -> Attempt:
+    """Run the launcher to its end, with its output on that of this process.
+
+    The launcher has a session of its own, so that a signal of the terminal reaches it once, and no standard input.
+
+    Args:
+        command: its words.
+        signals: passes signals on to it.
+
+    Raises:
+        OSError: if it cannot be started.
+    """
+    attempt = Attempt()
+    library = ctypes.CDLL(None)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # If this process is killed, the launcher is to end its ranks. No other thread runs here: the copies have ended.
+        preexec_fn=lambda: library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509
+    )
+    signals.process = process
+    if signals.received:  # between two attempts
+        process.send_signal(signals.received[-1])
+    assert process.stdout is not None
+    assert process.stderr is not None
+    kept = [bytearray(), bytearray()]
+    copies = [
+        threading.Thread(target=_copy, args=(stream.fileno(), target, text, attempt), daemon=True)
+        for stream, target, text in ((process.stdout, 1, kept[0]), (process.stderr, 2, kept[1]))
+    ]
+    for copy in copies:
+        copy.start()
+    try:
+        attempt.code = process.wait()
+    finally:
+        signals.process = None
+        for copy in copies:
+            copy.join(_LINGER)
+        # Ranks on this machine that have outlived their launcher.
+        kill_group(process)
+    for copy in copies:
+        copy.join(_LINGER)
+    attempt.ended = time.monotonic()
+    attempt.text = b"\n".join(kept[::-1]).decode(errors="replace")
+    return attempt
+
+
+def _copy(source: int, target: int, kept: bytearray, attempt: Attempt) -> None:
+    """Copy an output as it comes, since progress bars do not end their lines."""
+    rest, open_ = b"", True
+    while data := os.read(source, 1 << 16):
+        shown, reports, rest = supervision.split(rest + data)
+        attempt.take(reports)
+        kept += shown
+        del kept[:-_KEPT]
+        open_ = open_ and _write(target, shown)
+    _write(target, rest)
+
+
+def _write(target: int, data: bytes) -> bool:
+    """Write all bytes; return False if nobody reads them any more."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(target, data) :]
+        return True
+    return False

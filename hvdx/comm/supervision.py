@@ -1,0 +1,73 @@
+"""Reports of rank 0 to `hvdx run --max-restarts`, which supervises the job and may run on another host.
+
+A report is a line on standard error, which every launcher carries to the supervisor; the supervisor removes it from the
+output. Its format is that of JSON text sequences (RFC 7464): a record separator, JSON, a line break.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+#: Environment variable: name of the supervised run and number of its attempt, as in "3f2a9c01:2".
+VARIABLE = "HVDX_ATTEMPT"
+_SEPARATOR, _END = b"\x1e", b"\n"
+# Bytes after which a separator without an end is no report.
+_LONGEST = 4096
+
+
+def attempt(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Return the name of the supervised run and the number of its attempt; ("", "") for other jobs.
+
+    Args:
+        environ: environment variables; those of this process by default.
+
+    Example:
+        >>> attempt({"HVDX_ATTEMPT": "3f2a9c01:2"})
+        ('3f2a9c01', '2')
+    """
+    name, _, number = (os.environ if environ is None else environ).get(VARIABLE, "").partition(":")
+    return name, number
+
+
+def report(kind: str, **values: object) -> None:
+    """Write a report, if this job is supervised; do nothing if standard error is closed.
+
+    Args:
+        kind: "training" or "saved".
+        values: values for JSON.
+    """
+    if os.environ.get(VARIABLE):
+        # Not by `sys.stderr`, which a script may replace. One call, so that the launcher passes the line on whole.
+        with contextlib.suppress(OSError):
+            os.write(2, _SEPARATOR + json.dumps({"kind": kind, **values}).encode() + _END)
+
+
+def split(data: bytes) -> tuple[bytes, list[dict[str, Any]], bytes]:
+    """Separate the reports from an output.
+
+    Args:
+        data: the rest that the last call returned, and new output.
+
+    Returns:
+        The output without reports, the reports, and the begin of a report that is not complete.
+
+    Example:
+        >>> split(b'loss 0.3\\x1e{"kind": "training"}\\n, loss 0.2\\x1e{"ki')
+        (b'loss 0.3, loss 0.2', [{'kind': 'training'}], b'\\x1e{"ki')
+    """
+    shown = b""
+    reports: list[dict[str, Any]] = []
+    while _SEPARATOR in data:
+        before, _, data = data.partition(_SEPARATOR)
+        line, end, after = data.partition(_END)
+        shown += before
+        if not end and len(line) < _LONGEST:
+            return shown, reports, _SEPARATOR + data
+        try:
+            reports.append({"kind": "", **json.loads(line)})
+        except (ValueError, TypeError):  # another program's separator
+            shown += _SEPARATOR + line + end
+        data = after
+    return shown + data, reports, b""
