@@ -26,7 +26,7 @@ class Offset:
 
 
 def measure(comm: Comm, now: Callable[[], float] = time.perf_counter) -> Offset:
-    """Measure the offset between this rank's clock and that of rank 0. Collective; it takes some hundredths of a second.
+    """Measure the offset between this rank's clock and that of rank 0. Collective; it takes about 20 ms.
 
     No rank leaves an all-gather before all ranks have entered it. So each all-gather bounds the offset from both sides,
     and the bounds of all of them leave an interval no longer than the fastest all-gather. The result is its middle.
