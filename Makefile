@@ -57,7 +57,7 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks kernels demo test test-quick check docs mutants scripts matrix deaths fuzz gpu fmt clean
+.PHONY: help venv frameworks kernels demo test test-quick check docs wheel mutants scripts matrix deaths fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
@@ -66,6 +66,7 @@ help:
 	@echo 'make test-quick  the tests to run after each edit: every room, one job on 2 ranks'
 	@echo 'make check       lint, formatting, types, the rules about imports; writes nothing'
 	@echo 'make docs        build the pages as a site, site/index.html; a broken link fails (prepares .venv-docs first)'
+	@echo 'make wheel       build the wheel, dist/hvdx-*.whl, and test what is in it'
 	@echo 'make mutants     break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
 	@echo 'make scripts     train the Keras scripts of tests/scripts on two workers under each strategy (half an hour; ONLY=)'
 	@echo 'make matrix      test with the oldest and newest TensorFlow and Keras, each in an environment of its own (20 minutes)'
@@ -136,6 +137,11 @@ $(DOCS): pyproject.toml
 	@$(PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
+
+wheel: $(INSTALLED)
+	@rm -rf build dist  # files of an earlier build would get into this one
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PYTEST) -q tests/test_packaging.py
 
 mutants: $(HOROVOD) $(FRAMEWORKS) kernels
 	$(BIN)/python -m tests.mutate --jobs $(JOBS) $(if $(strip $(ONLY)),--only $(ONLY))

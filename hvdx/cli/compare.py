@@ -112,7 +112,7 @@ def _announce_page() -> None:
 
 def _report(folder: Path) -> None:
     """Print the verdict; write the page if the libraries of charts are there."""
-    from hvdx.report import page
+    from hvdx.report import output, page
     from hvdx.report.overview import load
     from hvdx.report.text import text
     from hvdx.report.verdict import judge
@@ -122,7 +122,7 @@ def _report(folder: Path) -> None:
     print(text(overview, verdict.text()), flush=True)
     path = folder / "report.html"
     try:
-        page.write(page.render(overview, verdict, folder.resolve().name), path)
+        output.write(page.render(overview, verdict, folder.resolve().name), path, page.KIND)
     except ConfigError as error:
         _log.warning(f"no page: {error} Then: hvdx report {shlex.quote(str(folder))}", head="hvdx compare: ")
     else:

@@ -24,6 +24,7 @@ COMMANDS = (
     "hvdx.cli.lab",
     "hvdx.cli.compare",
     "hvdx.cli.report",
+    "hvdx.cli.trace",
     "hvdx.cli.average",
 )
 

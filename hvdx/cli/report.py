@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the records, print the text, and write the page."""
-    from hvdx.report import page
+    from hvdx.report import output, page
     from hvdx.report.overview import load
     from hvdx.report.text import text
     from hvdx.report.verdict import judge
@@ -46,15 +46,15 @@ def run(args: argparse.Namespace) -> int:
                 f"report: expected a folder of recorded runs, got {folder}, which is not a folder. "
                 "Do: record a run with HVDX_RECORD=DIR, or run hvdx compare."
             )
-    output = args.output or args.folders[0] / "report.html"
+    path = args.output or args.folders[0] / "report.html"
     if not args.text:
-        page.check(output, args.force)
+        output.check(path, page.KIND, args.force)
     overview = load(args.folders, target)
     verdict = judge(overview.runs, overview.target, overview.troubles)
     print(text(overview, verdict.text()), flush=True)
     if not args.text:
-        page.write(page.render(overview, verdict, args.folders[0].resolve().name), output, args.force)
-        print(f"\npage: {output}")
+        output.write(page.render(overview, verdict, args.folders[0].resolve().name), path, page.KIND, args.force)
+        print(f"\npage: {path}")
     return 0
 
 

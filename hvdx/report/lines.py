@@ -52,6 +52,13 @@ def _is_metrics(value: object) -> bool:
     return isinstance(value, dict) and all(number is None or _is_number(number) for number in value.values())
 
 
+def _are_spans(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(span, list) and len(span) == 3 and isinstance(span[0], str) and all(map(_is_number, span[1:]))
+        for span in value
+    )
+
+
 # For each kind: field, True if the line must have it, test of the value, and what is expected.
 _RULES: dict[str, list[tuple[str, bool, Callable[[Any], bool], str]]] = {
     "fit": [
@@ -65,7 +72,10 @@ _RULES: dict[str, list[tuple[str, bool, Callable[[Any], bool], str]]] = {
         ("step", True, _is_number, "a number"),
         ("time", True, _is_number, "a number"),
         ("logs", False, _is_metrics, "numbers by name"),
+        ("begin", False, _is_number, "a number"),
+        ("spans", False, _are_spans, "names, each with two numbers"),
     ],
+    "clock": [(name, True, _is_number, "a number") for name in ("time", "offset", "error")],
     "end": [
         ("time", True, _is_number, "a number"),
         ("counters", False, lambda v: isinstance(v, dict), "numbers by name"),

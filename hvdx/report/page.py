@@ -1,12 +1,11 @@
 """A report as one HTML file, without scripts and without references to other files."""
 
-import os
 import shlex
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdx.errors import ConfigError
+from hvdx.report import output
 from hvdx.report.charts import missing, patterns
 from hvdx.report.figures import draw, duration, results
 from hvdx.report.overview import LOG, Overview, distinct, fault, name_of, seed_of, setting_of
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 
 #: What the head of a page says about its origin.
 GENERATOR = "hvdx report"
+#: A page as a file.
+KIND = output.Kind("report", "report", f'name="generator" content="{GENERATOR}"'.encode())
 #: Most sentences of the verdict at the top of a page; the others open below them.
 SENTENCES = 8
 
@@ -74,61 +75,6 @@ def _sentences(verdict: "Verdict") -> tuple[list[str], list[str]]:
     own = [sentence for sentence in verdict.sentences if sentence not in repeated]
     first = (own or verdict.sentences)[:SENTENCES]
     return first, [sentence for sentence in verdict.sentences if sentence not in first]
-
-
-def write(page: str, path: Path, force: bool = False) -> None:
-    """Write a page to a file, all of it or nothing.
-
-    Args:
-        page: the page.
-        path: the file.
-        force: also overwrite a file that is not a report.
-
-    Raises:
-        ConfigError: if the file cannot be written, or is not a report.
-    """
-    check(path, force)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.unlink(missing_ok=True)
-        with part.open("x", encoding="utf-8") as file:  # "x" does not follow a link
-            file.write(page)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise _unwritable(path, error) from error
-
-
-def check(path: Path, force: bool = False) -> None:
-    """Check that a page may be written to a file.
-
-    Args:
-        path: the file.
-        force: also overwrite a file that is not a report.
-
-    Raises:
-        ConfigError: if it may not.
-    """
-    try:
-        with path.open("rb") as file:
-            own = f'name="generator" content="{GENERATOR}"'.encode() in file.read(1000)
-    except FileNotFoundError:
-        own = True
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    if not own and not force:
-        raise ConfigError(
-            f"report: --output: expected a new file or an earlier report, got {path}, which is another file. "
-            "Do: choose another name, or add --force to overwrite it."
-        )
-    if not os.access(path.resolve().parent, os.W_OK):
-        raise ConfigError(f"report: --output: expected a folder that can be written, got {path.parent}. Do: create it.")
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"report: --output: expected a file that can be written, got {path}: {error.strerror}. Do: choose another."
-    )
 
 
 def _subtitle(overview: Overview) -> str:

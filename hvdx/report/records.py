@@ -4,6 +4,7 @@ Each line of `rank-R.jsonl` is one object with a `kind`. A line is written by on
 record that is whole up to the last write:
 
     fit       begins a fit: the schema's version, the rank, and the environment; ranks of one fit have the same "id"
+    clock     the offset between the clock of this rank and that of rank 0
     steps     some steps, one list for each column; times are seconds since the fit began
     strategy  the strategy that `Auto` chose; the reader adds it to the header as "chosen"
     epoch     the end of an epoch, with its metrics
@@ -128,12 +129,31 @@ class Epoch:
         step: steps of this rank since the fit began.
         time: seconds since the fit began.
         logs: metrics; None for one that was NaN or infinite.
+        begin: seconds since the fit began, at the beginning of the epoch; None if it was not recorded.
+        spans: what came after the steps, "flush" or "evaluation", with its begin and end in seconds of the fit.
     """
 
     epoch: int
     step: int
     time: float
     logs: dict[str, float | None]
+    begin: float | None = None
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """Offset between the clock of a rank and that of rank 0, each in seconds since its fit began.
+
+    Attributes:
+        time: time of the measurement by this rank's clock.
+        offset: seconds to add to this rank's times, for those of rank 0.
+        error: the largest error of `offset`, in seconds.
+    """
+
+    time: float
+    offset: float
+    error: float
 
 
 @dataclass
@@ -145,6 +165,7 @@ class RankRecord:
         steps: columns of the steps: float64[steps] each; the columns of a line that leaves them out are 0.
         epochs: the epochs.
         end: fields of the line `end`; None if the job died.
+        clocks: the measured offsets of the clock; none on one worker.
         traced: indices in the columns of the calls that begin with compiling: the first one, and the one after a
             change of the strategy.
     """
@@ -153,6 +174,7 @@ class RankRecord:
     steps: dict[str, np.ndarray] = field(default_factory=dict)
     epochs: list[Epoch] = field(default_factory=list)
     end: dict[str, Any] | None = None
+    clocks: list[ClockOffset] = field(default_factory=list)
     traced: list[int] = field(default_factory=lambda: [0])
 
     def settled(self, skip: int = 1) -> np.ndarray:
@@ -361,7 +383,11 @@ def _read_file(path: Path) -> list[RankRecord]:
             records[-1].header["chosen"] = values.get("strategy")
             records[-1].traced.append(sum(map(len, columns[-1].get("step", []))))
         elif in_fit and kind == "epoch":
-            records[-1].epochs.append(Epoch(values["epoch"], values["step"], values["time"], values.get("logs", {})))
+            given = {name: values[name] for name in ("epoch", "step", "time", "begin") if name in values}
+            spans = [(str(name), begin, end) for name, begin, end in values.get("spans", ())]
+            records[-1].epochs.append(Epoch(**given, logs=values.get("logs", {}), spans=spans))
+        elif in_fit and kind == "clock":
+            records[-1].clocks.append(ClockOffset(values["time"], values["offset"], values["error"]))
         elif in_fit and kind == "end":
             records[-1].end = values
     if left_out:

@@ -9,9 +9,11 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError
+from hvdx.report import trace
 from hvdx.report.records import read
 from tests.ranks import models
 from tests.ranks.models import STEPS
+from tests.report.timeline import check
 
 
 def shared(tmp_path):
@@ -57,6 +59,24 @@ def test_record_has_the_parts_and_bytes_of_each_strategy(strategy, parts, tmp_pa
     assert mine.steps["sent"].sum() == callback.counters.bytes_sent == mine.end["counters"]["sent"]
     assert [value for _, _, value in run.curve("val_accuracy")] == pytest.approx(history["val_accuracy"])
     assert [{e.logs["val_loss"] for e in r.epochs} for r in run.ranks.values()].count(set(history["val_loss"])) == 2
+    check_timeline(run, callback)
+
+
+def check_timeline(run, callback):
+    """Check the offsets of the clocks, which are one clock on this machine, and the trace of two epochs."""
+    start = callback._counting._recording._start
+    starts = world.start().all_gather_object(start, "the clocks")
+    clocks = run.ranks[hvdx.rank()].clocks
+    # At the start, after the first epoch and after the last one.
+    assert len(clocks) == 3
+    for clock in clocks:
+        assert abs(clock.offset - (start - starts[0])) <= clock.error + 1e-6
+        assert clock.error < 0.1
+    slices = check({"traceEvents": trace.events(run)})
+    for rank in run.ranks:
+        names = [event["name"] for event in slices[rank, trace.EPOCHS]]
+        assert names == ["epoch 1", "flush", "evaluation", "epoch 2", "flush", "evaluation"]
+        assert {"step 1", "exchanging"} <= {event["name"] for event in slices[rank, trace.STEPS]}
 
 
 @pytest.mark.sizes(1, 2)

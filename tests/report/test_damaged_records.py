@@ -13,8 +13,10 @@ from hvdx.report.records import read
 FIT = {"kind": "fit", "schema": 1, "rank": 0, "size": 1, "id": "a", "time": 1.0, "strategy": "AllReduce()"}
 STEPS = {"kind": "steps", "step": [1, 2, 3], "time": [0.1, 0.2, 0.3], "seconds": [0.1, 0.1, 0.1], "sent": [1, 1, 1]}
 EPOCH = {"kind": "epoch", "epoch": 1, "step": 3, "time": 0.4, "logs": {"loss": 1.0, "val_loss": 2.0}}
+EPOCH |= {"begin": 0.0, "spans": [["flush", 0.3, 0.31], ["evaluation", 0.31, 0.4]]}
 END = {"kind": "end", "time": 0.5, "steps": 3, "reason": "done", "counters": {"skipped": 0}}
-GOOD = [FIT, STEPS, EPOCH, END]
+CLOCK = {"kind": "clock", "time": 0.4, "offset": -3.0, "error": 1e-5}
+GOOD = [FIT, STEPS, EPOCH, END, CLOCK]
 
 HUGE = 10**400
 ODD = ([], {}, "x", -1, True, float("inf"), float("nan"), HUGE)
@@ -30,8 +32,23 @@ DAMAGED = {
     (2, "epoch"): (*ODD, None),
     (2, "time"): (*ODD[:3], None, HUGE),
     (2, "logs"): ([], "x", None, 3, {"loss": "x"}, {"loss": [1]}, {"loss": HUGE}),
+    (2, "begin"): (*ODD[:3], None, HUGE),
+    (2, "spans"): (
+        None,
+        1,
+        {},
+        "x",
+        ["flush"],
+        [["flush", 1.0]],
+        [[1, 1.0, 2.0]],
+        [["flush", "x", 2.0]],
+        [["a", 1, HUGE]],
+    ),
     (3, "time"): (*ODD[:3], None, HUGE),
     (3, "counters"): ([], "x", None),
+    (4, "time"): (*ODD[:3], None, HUGE),
+    (4, "offset"): (*ODD[:3], None, HUGE),
+    (4, "error"): (*ODD[:3], None, HUGE),
 }
 RAW = {
     "an array": b"[1, 2]",
@@ -56,7 +73,7 @@ def report(tmp_path, content):
 
 
 def test_lines_that_hvdx_writes_are_valid():
-    assert [decode(json.dumps(line), 0)[2] for line in GOOD] == [""] * 4
+    assert [decode(json.dumps(line), 0)[2] for line in GOOD] == [""] * 5
     assert decode(json.dumps(STEPS | {"density": [None, 0.5, 1e-3]}), 0)[2] == ""
     assert decode(json.dumps(STEPS), 3)[2] == "step: expected numbers that grow from 3, got [1, 2, 3]"
 
@@ -69,7 +86,9 @@ def test_damaged_fields_are_found(place, values):
         assert problem.startswith(f"{name}: expected"), value
 
 
-@pytest.mark.parametrize(("line", "name"), [(1, "step"), (2, "epoch"), (2, "step"), (2, "time"), (3, "time")])
+@pytest.mark.parametrize(
+    ("line", "name"), [(1, "step"), (2, "epoch"), (2, "step"), (2, "time"), (3, "time"), (4, "offset")]
+)
 def test_missing_fields_are_found(line, name):
     _, _, problem = decode(json.dumps({k: v for k, v in GOOD[line].items() if k != name}), 0)
     assert name in problem
@@ -85,7 +104,7 @@ def test_damaged_lines_are_left_out_with_a_warning(tmp_path, what, capsys):
     assert "AllReduce" in shown.out or "one worker" in shown.out
 
 
-@pytest.mark.parametrize("line", range(4))
+@pytest.mark.parametrize("line", range(5))
 def test_report_goes_on_without_a_line(tmp_path, line, capsys):
     """Without its first line, there is no fit; the error is one line."""
     damaged = [dict(each) for each in GOOD]
@@ -114,4 +133,4 @@ def test_lines_of_a_fit_without_its_first_line_count_for_no_other_fit(tmp_path, 
     (tmp_path / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
     found = [(len(run.ranks[0].epochs), run.ranks[0].end["reason"]) for run in read(tmp_path)]
     assert found == [(1, "done"), (1, "done")]
-    assert "line 5" in capsys.readouterr().err
+    assert f"line {len(GOOD) + 1}" in capsys.readouterr().err

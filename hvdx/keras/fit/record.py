@@ -2,7 +2,7 @@
 
 import functools
 
-from hvdx.comm import Comm
+from hvdx.comm import Comm, offsets
 from hvdx.keras.fit import description
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.costs import Costs
@@ -33,6 +33,8 @@ class Record(Part):
         super().__init__()
         self._comm, self._recording, self._sync, self._attachment = comm, recording, sync, attachment
         self._counting, self._costs, self._limit = counting, costs, limit
+        # True if all ranks record; a rank whose disk becomes full still answers the others.
+        self._compares_clocks = False
 
     def on_train_begin(self, logs: Logs = None) -> None:
         describe = functools.partial(self._describe, repr(self._attachment.strategy))
@@ -63,6 +65,26 @@ class Record(Part):
     def agree(self, offered: list[tuple[bool, str, str]]) -> None:
         """Compare the ranks, and use rank 0's name of the fit; see `Recording.agree`."""
         self._recording.agree(offered)
+        self._compares_clocks = self._recording.on and self._comm.size > 1
+        self._compare_clocks()
+
+    def _compare_clocks(self) -> None:
+        """Write the offset between the clocks of this rank and of rank 0. Collective."""
+        if self._compares_clocks:
+            self._recording.add_offset(offsets.measure(self._comm, self._recording.seconds))
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._recording.epoch_begins()
+
+    def end_steps(self) -> None:
+        """Keep the times of the flush, which the parts before this one have ended."""
+        self._recording.span_ends("flush")
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        self._recording.span_begins()
+
+    def on_test_end(self, logs: Logs = None) -> None:
+        self._recording.span_ends("evaluation")
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Write the rows of steps once a second."""
@@ -70,9 +92,12 @@ class Record(Part):
             self._recording.write_if_due()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Write the line of an epoch."""
+        """Write the line of an epoch, and after some epochs the offset of the clock."""
         costs = self._costs.so_far().full() if self._attachment.logs_cost else {}
         self._recording.end_epoch(epoch + 1, logs or {}, costs)
+        # After 1, 2, 4, 8 ... epochs: all ranks decide alike, and short epochs do not become longer.
+        if epoch & (epoch + 1) == 0 or self._counting.ended:
+            self._compare_clocks()
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Write the end of the fit."""

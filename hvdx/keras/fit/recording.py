@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hvdx.comm.offsets import Offset
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.fit.description import peak_memory
@@ -72,6 +73,11 @@ class Recording:
         self._at_end: Sequence[float] | None = None
         self._start = self._began = self._written = 0.0
         self._step = 0
+        # Lines that wait for the header.
+        self._clocks: list[dict[str, float]] = []
+        # Begin of the epoch and of the present span of it, and the spans that have ended: name, begin, end.
+        self._epoch_began = self._span_began = 0.0
+        self._spans: list[tuple[str, float, float]] = []
 
     # -- the start of a fit -------------------------------------------------------------------------------------------
 
@@ -130,6 +136,20 @@ class Recording:
         if self.on:
             self._header["id"] = everyone[0][2]
 
+    def add_offset(self, offset: Offset) -> None:
+        """Write the offset of the clock `seconds` as it is now.
+
+        Args:
+            offset: offset between `seconds` of this rank and of rank 0.
+        """
+        if not self.on:
+            return
+        clock = {"time": self.seconds(), "offset": offset.seconds, "error": offset.error}
+        if self._describe is not None:
+            self._clocks.append(clock)
+        else:
+            self._put("clock", **clock)
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
@@ -154,6 +174,21 @@ class Recording:
     def steps_end(self) -> None:
         """Read the counters after the last step of an epoch, before the adapters are flushed."""
         self._at_end = self._read()
+        self.span_begins()
+
+    # -- epochs -------------------------------------------------------------------------------------------------------
+
+    def epoch_begins(self) -> None:
+        """Note the time."""
+        self._epoch_began, self._spans = self.seconds(), []
+
+    def span_begins(self) -> None:
+        """Note the time at which something outside of the steps begins, such as a validation."""
+        self._span_began = self.seconds()
+
+    def span_ends(self, name: str) -> None:
+        """Keep the name and the times of what has ended, for the line of the epoch."""
+        self._spans.append((name, self._span_began, self.seconds()))
 
     def end_epoch(self, epoch: int, logs: LogValues, counters: dict[str, float]) -> None:
         """Write the rows and the line of an epoch.
@@ -169,7 +204,15 @@ class Recording:
         values = {name: value for name, value in logs.items() if np.ndim(value) == 0}
         more = {"counters": counters} if counters else {}
         self._line(
-            "epoch", epoch=epoch, step=self._step, time=self._seconds(), logs=values, memory=peak_memory(), **more
+            "epoch",
+            epoch=epoch,
+            step=self._step,
+            begin=self._epoch_began,
+            time=self.seconds(),
+            spans=self._spans,
+            logs=values,
+            memory=peak_memory(),
+            **more,
         )
 
     def switch(self, strategy: str) -> None:
@@ -180,7 +223,7 @@ class Recording:
         """
         if not self.on:
             return
-        self._line("strategy", step=self._step, time=self._seconds(), strategy=strategy)
+        self._line("strategy", step=self._step, time=self.seconds(), strategy=strategy)
         self._before = _ZEROS
 
     def before_switch(self) -> None:
@@ -199,7 +242,7 @@ class Recording:
         if not self.on:
             return
         self._write(epoch_over=True)
-        self._line("end", time=self._seconds(), steps=self._step, reason=reason, counters=counters)
+        self._line("end", time=self.seconds(), steps=self._step, reason=reason, counters=counters)
         self._stop()
 
     def close(self) -> None:
@@ -214,7 +257,8 @@ class Recording:
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
+        """Return the seconds since the fit began."""
         return round(time.perf_counter() - self._start, _DECIMALS)
 
     def _stop(self) -> None:
@@ -233,6 +277,9 @@ class Recording:
         if self._describe is not None:
             describe, self._describe = self._describe, None
             self._put("fit", **self._header, **describe())
+            clocks, self._clocks = self._clocks, []
+            for clock in clocks:
+                self._put("clock", **clock)
 
     def _put(self, kind: str, **values: object) -> None:
         if self._writer is None:

@@ -1,5 +1,6 @@
 """What `Recording` receives in a fit, with stand-ins for the other parts."""
 
+import time
 from types import SimpleNamespace
 
 import keras
@@ -18,10 +19,19 @@ class Calls:
     on = True
 
     def __init__(self):
-        self.describe, self.epochs, self.ends = None, [], []
+        self.describe, self.epochs, self.ends, self.offsets = None, [], [], []
 
     def begin(self, rank, adapters, describe):
         self.describe = describe
+
+    def agree(self, offered):
+        pass
+
+    def seconds(self):
+        return time.perf_counter()
+
+    def add_offset(self, offset):
+        self.offsets.append(offset.seconds)
 
     def end_epoch(self, *epoch):
         self.epochs.append(epoch)
@@ -81,3 +91,23 @@ def test_line_of_an_epoch_has_costs_if_the_logs_show_them(logs_cost):
     part.on_epoch_end(0, {"loss": 1.0})
     ((epoch, logs, costs),) = calls.epochs
     assert (epoch, logs, bool(costs)) == (1, {"loss": 1.0}, logs_cost)
+
+
+@pytest.mark.parametrize(("records", "expected"), [(True, [1, 2, 3, 3, 4, 4, 5, 6]), (False, [0] * 8)])
+def test_clocks_are_compared_at_the_start_then_after_1_2_4_epochs_and_the_last(records, expected):
+    def run(comm):
+        part, calls, _ = record(comm)
+        calls.on = records
+        part.agree([])
+        # Rank 0's disk becomes full: it must answer rank 1 all the same.
+        calls.on = comm.rank == 1
+        counts = [len(calls.offsets)]
+        for epoch in range(7):
+            if epoch in (5, 6):
+                part._counting.ended = True
+            part.on_epoch_end(epoch, {})
+            counts.append(len(calls.offsets))
+        return counts
+
+    # After the start, and after epochs 1 to 7; the sixth is the last one of one fit, the seventh of another.
+    assert on_all(2, run) == [expected] * 2

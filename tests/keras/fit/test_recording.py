@@ -63,6 +63,10 @@ def test_fit_of_one_worker_is_recorded(tmp_path, monkeypatch):
     assert (run.ranks[0].steps["seconds"] > 0).all()
     assert np.diff(run.ranks[0].steps["time"]).min() > 0
     assert [value for _, _, value in run.curve("val_loss")] == history["val_loss"]
+    assert [[name for name, _, _ in epoch.spans] for epoch in run.epochs] == [["flush", "evaluation"]] * 2
+    times = [time for e in run.epochs for time in (e.begin, *(t for _, *span in e.spans for t in span), e.time)]
+    assert times == sorted(times)
+    assert run.ranks[0].clocks == []
     expected = {"rank": 0, "size": 1, "strategy": "Threshold()", "seed": 7, "epochs": 2, "steps": STEPS, "batch": BATCH}
     assert {name: run.header[name] for name in expected} == expected
     assert run.header["model"]["tensors"] == [[4, 2], [2]]
