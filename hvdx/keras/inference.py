@@ -1,7 +1,7 @@
 """Evaluation and prediction over all ranks, outside of `fit`."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -14,11 +14,8 @@ from hvdx.keras.fit import arrays, metrics, replicas
 from hvdx.keras.fit.agreement import pipeline, shares
 from hvdx.keras.fit.data import untuned
 from hvdx.keras.joining import join
-from hvdx.keras.types import LogValues, Structure
+from hvdx.keras.types import Arrays, LogValues, Structure
 from hvdx.keras.weight_parts import has_parts
-
-if TYPE_CHECKING:
-    from hvdx.keras.types import Arrays
 
 T = TypeVar("T")
 
