@@ -64,6 +64,7 @@ from hvdx.keras.horovod.queries import (
     nccl_built,
     rocm_built,
 )
+from hvdx.keras.inference import evaluate, predict
 
 __all__ = [
     "Adasum",
@@ -97,6 +98,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "evaluate",
     "flush",
     "gather",
     "global_process_set",
@@ -116,6 +118,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "predict",
     "rank",
     "reducescatter",
     "remove_process_set",

@@ -20,7 +20,7 @@ def test_offset_of_a_clock_is_found_within_its_error(size):
     for rank, found in enumerate(on_all(size, run)):
         # A header has nanoseconds, and a float of 2e5 s has 3e-11.
         assert abs(found.seconds - (begins[0] - begins[rank])) <= found.error + 2e-9
-        assert found.error < 0.005
+        assert found.error < 0.05
 
 
 def test_world_of_one_has_no_offset():
