@@ -8,7 +8,7 @@ import sys
 from tests import warm
 from tests.launch import environment, run, run_command
 
-LIMIT = 90
+LIMIT = 240
 
 # Without a Checkpoint of its own. Rank 1 kills itself in the first attempt, after a checkpoint in the second epoch.
 SCRIPT = """
