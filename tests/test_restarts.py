@@ -8,7 +8,7 @@ import sys
 from tests import warm
 from tests.launch import environment, run, run_command
 
-LIMIT = 90
+LIMIT = 240
 
 # Without a Checkpoint of its own. Rank 1 kills itself in the first attempt, after a checkpoint in the second epoch.
 SCRIPT = """
@@ -31,7 +31,7 @@ class Kill(keras.callbacks.Callback):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 data = hvdx.shard((x, y), 4)
-callbacks = [hvdx.keras.Distribute("threshold:target_density=0.05"), Kill()]
+callbacks = [hvdx.keras.Distribute("parameter_averaging:period=5,average_optimizer=false"), Kill()]
 model.fit(data, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
 model.fit(data, epochs=1, verbose=0, shuffle=False, callbacks=[hvdx.keras.Distribute("all_reduce:engine=mpi")])
 print("WEIGHTS", hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest(), flush=True)

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
 #: Environment variable: name of the supervised run and number of its attempt, as in "3f2a9c01:2".
 VARIABLE = "HVDX_ATTEMPT"
@@ -44,7 +43,7 @@ def report(kind: str, **values: object) -> None:
             os.write(2, _SEPARATOR + json.dumps({"kind": kind, **values}).encode() + _END)
 
 
-def split(data: bytes) -> tuple[bytes, list[dict[str, Any]], bytes]:
+def split(data: bytes) -> tuple[bytes, list[dict[str, object]], bytes]:
     """Separate the reports from an output.
 
     Args:
@@ -58,7 +57,7 @@ def split(data: bytes) -> tuple[bytes, list[dict[str, Any]], bytes]:
         (b'loss 0.3, loss 0.2', [{'kind': 'training'}], b'\\x1e{"ki')
     """
     shown = b""
-    reports: list[dict[str, Any]] = []
+    reports: list[dict[str, object]] = []
     while _SEPARATOR in data:
         before, _, data = data.partition(_SEPARATOR)
         line, end, after = data.partition(_END)
