@@ -40,6 +40,8 @@ class DenseSums:
         self._comm, self.everyone = comm, comm.channel("the all-reduce")
         self._flat = np.empty(0, np.uint8)
         self._local, self._between = _channels(comm, self.everyone)
+        # In one order on all ranks, without repetitions.
+        self._open = list(dict.fromkeys(c for c in (self.everyone, self._local, self._between) if c is not None))
         self._capacity = 0
         # By rank of the host: its vector, and behind it its piece of the sum.
         self._shared: list[np.ndarray] = []
@@ -56,7 +58,7 @@ class DenseSums:
             ExchangeError: if ranks do not join within the time limit.
         """
         size, dtype = sum(v.size for v in vectors), vectors[0].dtype
-        if self._local is not None and size * dtype.itemsize > self._capacity:
+        if self._local is not None and (not self._shared or size * dtype.itemsize > self._capacity):
             self._share(size * dtype.itemsize)
         if self._local is not None:
             return self._total_of_host(self._local, vectors, size, scale, cast)
@@ -68,8 +70,8 @@ class DenseSums:
 
     def close(self) -> None:
         """Free the channels. Collective."""
-        for channel in {self.everyone, self._local, self._between} - {None}:
-            channel.close()  # type: ignore[union-attr]
+        for channel in self._open:
+            channel.close()
 
     def _share(self, capacity: int) -> None:
         """Allocate shared memory for vectors of up to `capacity` bytes; if a host cannot, use messages from now on."""

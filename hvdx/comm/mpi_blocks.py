@@ -117,7 +117,7 @@ class BlockSum:
         if not addends or k < self._others:
             return
         slot = self._slot(block)
-        addends = list(slot.view(self._dtype))
-        addends[self._rank] = self._addends[self._rank][part].view(self._dtype)
-        add_in_order(addends, self._sums[self._rank][part].view(self._dtype), self._scale, self._cast)
+        values = list(slot.view(self._dtype))
+        values[self._rank] = self._addends[self._rank][part].view(self._dtype)
+        add_in_order(values, self._sums[self._rank][part].view(self._dtype), self._scale, self._cast)
         self._summed += 1

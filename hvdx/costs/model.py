@@ -242,7 +242,10 @@ class Situation:
         """Return the bytes of the buffers of `reduction`."""
         if self.workers == 1:
             return 0.0
-        return 3.0 * itemsize * elements if self.engine == "mpi" else min(itemsize * elements, _FUSION)
+        # A copy of the tensors and the result; on one host also a piece of the sum.
+        here = min(self.workers, self.per_host)
+        dense = (2.0 + (1 / here if here > 1 else 0.0)) * itemsize * elements
+        return dense if self.engine == "mpi" else min(itemsize * elements, _FUSION)
 
     def prediction(
         self,

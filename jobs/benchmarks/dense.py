@@ -84,11 +84,11 @@ def measured(case: harness.Row, options: argparse.Namespace) -> harness.Row:
         if way in _NEEDS and importlib.util.find_spec(_NEEDS[way]) is None:
             continue
         setting = {"way": way, "wire": case["wire"], "steps": options.steps, "hidden": options.hidden, "seed": 0}
-        # Without emulation, all ranks are on this machine.
-        alone = (hosts * case["per_host"], "", "", 1)
-        ended = harness.launch(
-            __file__, setting, *(alone if hosts == 1 else (hosts, bandwidth, "", case["per_host"])), limit=600
-        )
+        if hosts == 1:
+            # Without emulation, all ranks are on this machine.
+            ended = harness.launch(__file__, setting, case["per_host"])
+        else:
+            ended = harness.launch(__file__, setting, hosts, bandwidth, per_host=case["per_host"])
         row[way] = ended.ranks[0]["milliseconds"]
     return row
 

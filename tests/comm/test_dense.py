@@ -40,7 +40,7 @@ def by_hosts(hosts, size, dtype, scale):
 @pytest.mark.parametrize("hosts", ["a", "ab", "aa", "aaa", "aab", "abcd"])
 def test_sum_is_in_rank_order_on_one_host_and_between_single_ranks(hosts, dtype):
     # Memory grows for a larger vector, and is used again for a smaller one.
-    sizes = [1, 5, 200_003, 7, 0]
+    sizes = [0, 1, 5, 200_003, 7, 0]
     for found in totals(hosts, sizes, dtype, 0.3):
         for size, got in zip(sizes, found, strict=True):
             expected = in_rank_order(len(hosts), size, dtype, 0.3)
