@@ -7,15 +7,21 @@ import json
 import math
 from pathlib import Path
 
+from hvdx.jobs.benchmarks import scaling
+
 DOCS = Path(__file__).resolve().parent
-PICTURE = DOCS / "pictures" / "seconds-to-85.svg"
-# (name in network.json, label, colour) of each bar.
-BARS = (
-    ("Horovod fp32", "AllReduce(), float32", "#9aa5b1"),
-    ("Horovod fp16", 'AllReduce(compression="fp16")', "#9aa5b1"),
-    ("threshold", "Threshold()", "#c2410c"),
-)
-LEFT, FULL, ROW = 300, 330, 44
+SCALING_PICTURE = DOCS / "pictures" / "scaling.svg"
+# Titles of the networks in scaling.json, and label and colour of each strategy.
+TITLES = {"lm": "Transformer, AdamW, to a loss of 2.4", "mlp": "MLP, SGD with momentum, to an accuracy of 84 %"}
+BARS = {
+    scaling.ALONE: ("one worker", "#1f2933"),
+    "all-reduce": ("AllReduce()", "#9aa5b1"),
+    "fp16": ("fp16", "#d2d6dc"),
+    "averaging": ("averaging", "#1d4ed8"),
+    "threshold": ("Threshold()", "#c2410c"),
+}
+# Milliseconds of computing in a step, and the height of a panel.
+SCALING_COMPUTING, PANEL = 100, 230
 
 SPLIT_PICTURE = DOCS / "pictures" / "split-bytes.svg"
 # The layer and the ranks of the picture about split layers.
@@ -30,44 +36,68 @@ WORKERS, RECEIVED = (2, 10), (5, 9)
 EXCHANGES = (("all_gather", "all_gather", "#1d4ed8"), ("sharded", "sharded", "#c2410c"))
 
 
-def seconds_to_85(network: dict) -> str:
-    """Draw the seconds until a network has learnt Fashion-MNIST to 85 % on a link of 100 Mbit/s.
+def seconds_to_target(rows: list[dict]) -> str:
+    """Draw the seconds to the target over the number of workers, under each strategy, for each network.
 
     Args:
-        network: the content of docs/benchmarks/network.json.
+        rows: the rows of docs/benchmarks/scaling.json.
 
     Returns:
         The picture as SVG.
     """
-    rows = {row["strategy"]: row for row in network["rows"] if row["bandwidth"] == "100mbit"}
-    longest = max(rows[name]["seconds_to_target"] for name, _, _ in BARS)
-    height = 72 + ROW * len(BARS) + 30
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" font-family="sans-serif" font-size="14"'
+    panels = [name for name in TITLES if any(row["model"] == name for row in rows)]
+    height = 84 + PANEL * len(panels) + 30
+    computing = f"computing {SCALING_COMPUTING} ms a step, links of 100 Mbit/s"
+    drawn = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {height}" font-family="sans-serif" font-size="14"'
         ' role="img">',
-        "<title>Seconds to 85 % test accuracy at 100 Mbit/s</title>",
-        f'<rect width="720" height="{height}" fill="#ffffff"/>',
-        '<text x="16" y="28" font-size="17" font-weight="bold" fill="#1f2933">'
-        "Seconds to 85 % test accuracy at 100 Mbit/s</text>",
-        '<text x="16" y="50" fill="#52606d">'
-        "Two emulated hosts, MLP of 1.86 million parameters, Fashion-MNIST, one seed</text>",
+        "<title>Seconds to a target, by number of workers and strategy</title>",
+        f'<rect width="480" height="{height}" fill="#ffffff"/>',
+        '<text x="12" y="24" font-size="17" font-weight="bold" fill="#1f2933">'
+        "Seconds to a target, by number of workers</text>",
+        f'<text x="12" y="45" fill="#52606d">Emulated hosts: {computing}</text>',
     ]
-    for i, (name, label, colour) in enumerate(BARS):
-        seconds, y = rows[name]["seconds_to_target"], 72 + ROW * i
-        shown = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
-        star = "*" if rows[name].get("extrapolated") else ""
-        width = max(2, round(FULL * seconds / longest))
-        lines += [
-            f'<text x="{LEFT - 12}" y="{y + 20}" text-anchor="end" fill="#1f2933">{label}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{width}" height="30" fill="{colour}"/>',
-            f'<text x="{LEFT + width + 8}" y="{y + 20}" font-weight="bold" fill="#1f2933">{shown} s{star}</text>',
+    for i, (label, colour) in enumerate(BARS.values()):
+        x = 12 + (0, 108, 214, 276, 364)[i]
+        drawn += [
+            f'<rect x="{x}" y="56" width="12" height="12" fill="{colour}"/>',
+            f'<text x="{x + 16}" y="67" font-size="13" fill="#1f2933">{label}</text>',
         ]
-    lines += [
-        f'<text x="16" y="{height - 12}" font-size="12" fill="#52606d">'
-        "* steps to 85 % times milliseconds a step. Figures: docs/benchmarks/network.json</text>",
+    for number, name in enumerate(panels):
+        drawn += _panel(name, scaling.summary(rows, name, "100mbit"), 84 + PANEL * number)
+    drawn += [
+        f'<text x="12" y="{height - 12}" font-size="12" fill="#52606d">'
+        "Mean and range, all run in full. Figures: docs/benchmarks/scaling.json</text>",
         "</svg>",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(drawn) + "\n"
+
+
+def _panel(name: str, rows: list[dict], top: int) -> list[str]:
+    """Draw the bars of a network, with the least and the most seconds of its seeds as a line."""
+    bottom, full = top + PANEL - 48, PANEL - 92
+    longest = max(row["most"] for row in rows)
+    seeds = max(row["seeds"] for row in rows)
+    title = f"{TITLES[name]}, {seeds} seed{'s' * (seeds > 1)}"
+    drawn = [f'<text x="12" y="{top + 18}" font-weight="bold" fill="#1f2933">{title}</text>']
+    x = 24
+    for hosts in dict.fromkeys(row["hosts"] for row in rows):
+        begin = x
+        for row in (row for row in rows if row["hosts"] == hosts):
+            y, low, high = (bottom - round(full * row[key] / longest) for key in ("seconds", "least", "most"))
+            drawn += [
+                f'<rect x="{x}" y="{y}" width="26" height="{bottom - y}" fill="{BARS[row["strategy"]][1]}"/>',
+                f'<path d="M{x + 13} {low}V{high}" stroke="#1f2933"/>',
+                f'<text x="{x + 13}" y="{high - 4}" font-size="12" text-anchor="middle" fill="#1f2933">'
+                f"{row['seconds']:.0f}</text>",
+            ]
+            x += 30
+        workers = "1 worker" if hosts == 1 else f"{hosts} workers"
+        drawn.append(
+            f'<text x="{(begin + x - 4) // 2}" y="{bottom + 18}" text-anchor="middle" fill="#1f2933">{workers}</text>'
+        )
+        x += 20
+    return [*drawn, f'<path d="M12 {bottom}H468" stroke="#9aa5b1"/>']
 
 
 def split_bytes() -> str:
@@ -195,7 +225,9 @@ def _y(sent: float) -> int:
 
 
 if __name__ == "__main__":
-    PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(seconds_to_85(json.loads((DOCS / "benchmarks" / "network.json").read_text())))
+    SCALING_PICTURE.parent.mkdir(exist_ok=True)
+    SCALING_PICTURE.write_text(
+        seconds_to_target(json.loads((DOCS / "benchmarks" / "scaling.json").read_text())["rows"])
+    )
     SPLIT_PICTURE.write_text(split_bytes())
     SCALE_PICTURE.write_text(bytes_by_workers(json.loads((DOCS / "benchmarks" / "scale.json").read_text())))

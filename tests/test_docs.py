@@ -34,8 +34,8 @@ def test_pictures_are_those_of_the_command():
     spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
-    network = json.loads((ROOT / "docs" / "benchmarks" / "network.json").read_text())
-    assert pictures.PICTURE.read_text() == pictures.seconds_to_85(network), "do: python docs/make_pictures.py"
+    rows = json.loads((ROOT / "docs" / "benchmarks" / "scaling.json").read_text())["rows"]
+    assert pictures.SCALING_PICTURE.read_text() == pictures.seconds_to_target(rows), "do: python docs/make_pictures.py"
     assert pictures.SPLIT_PICTURE.read_text() == pictures.split_bytes(), "do: python docs/make_pictures.py"
     scale = json.loads((ROOT / "docs" / "benchmarks" / "scale.json").read_text())
     assert pictures.SCALE_PICTURE.read_text() == pictures.bytes_by_workers(scale), "do: python docs/make_pictures.py"

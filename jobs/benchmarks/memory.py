@@ -7,9 +7,10 @@ difference of the two runs' memory divided by the difference of the weights' siz
 compilers cancel out. Memory is the peak resident size of rank 0.
 """
 
+import argparse
 import sys
 
-from hvdx.jobs.benchmarks import harness, network
+from hvdx.jobs.benchmarks import harness
 
 #: Compared strategies by name.
 STRATEGIES = {
@@ -22,18 +23,22 @@ _STEPS = 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every strategy, and print the table."""
+    """Run the comparison, or one of its workers."""
     parser = harness.parser(__doc__)
     parser.add_argument(
         "--hidden", type=int, nargs=2, default=(1024, 5120), metavar="N", help="units of the two networks' layers"
     )
-    options = parser.parse_args(argv)
+    return harness.run(parser, compare, train, argv)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Measure every strategy, and print the table."""
     weights = [4 * (785 * h + (h + 1) * h + (h + 1) * 10) / 1e6 for h in options.hidden]
 
     def measure(case: harness.Row) -> harness.Row:
-        setting = {"spelling": STRATEGIES[case["strategy"]], "seed": 0, "steps": _STEPS, "target": 101.0}
+        setting = {"spelling": STRATEGIES[case["strategy"]], "seed": 0}
         peaks = [
-            harness.launch(network.__file__, setting | {"hidden": hidden}, ranks=2).ranks[0]["memory_MB"]
+            harness.launch(__file__, setting | {"hidden": hidden}, ranks=2).ranks[0]["memory_MB"]
             for hidden in options.hidden
         ]
         return {"MB": peaks, "copies": (peaks[1] - peaks[0]) / (weights[1] - weights[0])}
@@ -47,6 +52,17 @@ def main(argv: list[str] | None = None) -> int:
     cases = [{"strategy": name} for name in STRATEGIES]
     harness.run_cases(options.json, cases, measure, columns, {"weights_MB": weights})
     return 0
+
+
+def train(setting: argparse.Namespace) -> harness.Row:
+    """Train for some steps on one of the workers."""
+    import hvdx
+
+    hvdx.init()
+    model, data, _, _ = harness.mlp(setting)
+    callbacks = [hvdx.keras.Distribute(setting.spelling)]
+    model.fit(data.repeat(), steps_per_epoch=_STEPS, shuffle=False, verbose=0, callbacks=callbacks)
+    return {"memory_MB": harness.memory("VmHWM") / 1e6}
 
 
 if __name__ == "__main__":

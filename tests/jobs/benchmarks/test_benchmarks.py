@@ -3,7 +3,7 @@
 # Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/checkpoint.py
 # Tests: jobs/benchmarks/dense.py
 # Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
-# Tests: jobs/benchmarks/network.py, jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py
+# Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
 # Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
 # Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/tcp.py
 
@@ -31,7 +31,7 @@ BENCHMARKS = {
     "density": ("--hosts 2 --bandwidth 1gbit --burst 5kB --steps 40 --hidden 4 --batch 8", {}),
     "first_step": ("--starts 1", {"GOAL": 100.0}),
     "memory": ("--hidden 4 8", {"STRATEGIES": {"AllReduce": "all_reduce"}}),
-    "network": ("--strategies t=threshold --target 1 --most-steps 30 --timed-steps 30 --hidden 4", {}),
+    "scaling": ("--models lm --hosts 1,2 --strategies threshold --seeds 1 --most-steps 20 --rates 0.01", {}),
     "predict": ("--again --models mlp --hosts 2 --bandwidth 1gbit", {}),
     "servers": ("--workers 2 --servers 1 --steps 4 --hidden 4", {}),
     "sharded": ("--hosts 2 --steps 3 --hidden 4", {}),
