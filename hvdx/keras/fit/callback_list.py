@@ -69,6 +69,12 @@ def arrange(
     return muted
 
 
+def append(callbacks: keras.callbacks.CallbackList, callback: keras.callbacks.Callback) -> None:
+    """Put a callback after all others. Keras does not call its `set_model` any more."""
+    # A new list: Keras is iterating over the old one.
+    callbacks.callbacks = [*callbacks.callbacks, callback]
+
+
 def move(callbacks: keras.callbacks.CallbackList, callback: keras.callbacks.Callback, last: type) -> None:
     """Put a callback after all others except those of the class `last`."""
     # `sorted` keeps the order otherwise. A new list: Keras is iterating over the old one.

@@ -7,6 +7,7 @@ import keras
 
 from hvdx.comm import Comm, supervision
 from hvdx.errors import ConfigError
+from hvdx.keras.fit import callback_list
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.part import Part
 from hvdx.keras.types import Logs
@@ -71,8 +72,7 @@ class Saving(Part):
             added = _make(folder, every)
         except ConfigError as error:
             raise ConfigError(f"{EVERY_VARIABLE}={every}: {error}") from error
-        # A new list: Keras is iterating over the old one.
-        callbacks.callbacks = [*callbacks.callbacks, added]
+        callback_list.append(callbacks, added)
         self._saves = self._added = True
         return added
 
