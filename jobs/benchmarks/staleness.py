@@ -149,6 +149,7 @@ def figures(ranks: list[harness.Row], options: argparse.Namespace) -> harness.Ro
         "seconds": next((seconds for seconds, accuracy in curve if accuracy >= options.target), None),
         "last": curve[-1][1] if curve else float("nan"),
         "end": curve[-1][0] if curve else None,
+        "ends": [r["end"] for r in ranks],
         "updates_per_second": sum(len(r["steps"]) - _COMPILING for r in ranks) / max(r["end"] for r in ranks),
         "steps": [len(rank["steps"]) for rank in ranks],
         "density": [rank["density"] for rank in ranks],
