@@ -32,7 +32,7 @@ from hvdx.jobs.benchmarks import harness
 _WAYS = ("MPI", "alone", "mpi", "horovod", "DDP alone", "DDP")
 # Packages without which a way has no figure.
 _NEEDS = {"horovod": "horovod", "DDP": "torch", "DDP alone": "torch"}
-_BATCH, _INPUTS, _CLASSES = 64, 784, 10
+_BATCH, _INPUTS, _CLASSES = 64, harness.INPUTS, harness.CLASSES
 # Uncounted first steps: they trace, compile and open connections.
 _SETTLING = 5
 
@@ -77,7 +77,7 @@ def compare(options: argparse.Namespace) -> int:
 def measured(case: harness.Row, options: argparse.Namespace) -> harness.Row:
     """Return the limit and the milliseconds of each way in one case; None for those that are not measured."""
     hosts, bandwidth = case["hosts"], case["bandwidth"]
-    payload = parameters(options.hidden) * (4 if case["wire"] == "none" else 2)
+    payload = harness.parameters(options.hidden) * (4 if case["wire"] == "none" else 2)
     limit = 2 * (hosts - 1) / hosts * 8e3 * payload / harness.bits(bandwidth)
     row: harness.Row = {"limit": limit if hosts > 1 else None} | dict.fromkeys(_WAYS)
     for way in options.ways:
@@ -100,16 +100,6 @@ def ratio(row: harness.Row) -> str:
     return f"{row['mpi'] / (row['limit'] + row['alone']):.3f}"
 
 
-def parameters(hidden: int) -> int:
-    """Return the number of parameters of the network.
-
-    Example:
-        >>> parameters(1024)
-        1863690
-    """
-    return (_INPUTS + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * _CLASSES
-
-
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +108,7 @@ def work(setting: argparse.Namespace) -> harness.Row:
     if setting.way == "MPI":
         from hvdx.comm import mpi
 
-        return {"milliseconds": 1e3 * mpi.all_reduce_seconds(parameters(setting.hidden), times=5)}
+        return {"milliseconds": 1e3 * mpi.all_reduce_seconds(harness.parameters(setting.hidden), times=5)}
     seconds = in_pytorch(setting) if setting.way.startswith("DDP") else in_keras(setting)
     return {"milliseconds": 1e3 * median(seconds[_SETTLING:])}
 

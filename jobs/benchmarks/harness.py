@@ -36,6 +36,8 @@ Column = tuple[str, Callable[[Row], str]]
 #: Metrics that Keras hands to a callback.
 Logs = Mapping[str, float] | None
 
+#: Pixels and classes of Fashion-MNIST.
+INPUTS, CLASSES = 784, 10
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 _BITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 _DIGITS = 6
@@ -394,6 +396,16 @@ def mlp(setting: argparse.Namespace) -> "tuple[keras.Model, tf.data.Dataset, tf.
     train = hvdx.shard((loaded.train_x, loaded.train_y), getattr(setting, "batch", 64), seed=setting.seed)
     test = hvdx.shard((loaded.test_x, loaded.test_y), 500, shuffle=False, drop_remainder=False)
     return model, train, test, loaded
+
+
+def parameters(hidden: int) -> int:
+    """Return the number of parameters of the network of `mlp` on Fashion-MNIST.
+
+    Example:
+        >>> parameters(1024)
+        1863690
+    """
+    return (INPUTS + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * CLASSES
 
 
 class StepWatch:

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Measure every strategy, and print the table."""
-    weights = [4 * (785 * h + (h + 1) * h + (h + 1) * 10) / 1e6 for h in options.hidden]
+    weights = [4 * harness.parameters(h) / 1e6 for h in options.hidden]
 
     def measure(case: harness.Row) -> harness.Row:
         setting = {"spelling": STRATEGIES[case["strategy"]], "seed": 0}
