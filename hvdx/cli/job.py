@@ -5,7 +5,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from hvdx.cli.batch import site
+from hvdx.cli.batch import kubernetes, site
 from hvdx.cli.batch.plan import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan
 from hvdx.cli.batch.script import script
 from hvdx.cli.common.processes import program_of
@@ -15,7 +15,7 @@ from hvdx.log import Log
 _log = Log(__name__)
 
 NAME = "job"
-HELP = "write the script of a batch job: Slurm, PBS, LSF, or plain hosts"
+HELP = "write the script of a batch job: Slurm, PBS, LSF, Kubernetes, or plain hosts"
 EXAMPLE = "hvdx job slurm --nodes 4 --gpus-per-node 4 --time 12:00:00 -- python train.py"
 DETAILS = """\
 The script is short, has comments, and is yours to keep and edit. By default it is printed; -o writes it to a file,
@@ -26,6 +26,7 @@ systems:
   slurm        sbatch; srun or mpirun starts the ranks      pbs       PBS Professional, OpenPBS; mpirun
   lsf          bsub; mpirun or jsrun starts the ranks       mpirun    hosts from a file, no queue
   horovodrun   hosts from a file, no queue                  site      prints an example of the site file
+  kubernetes   kubectl; an MPIJob or a TrainJob of Kubeflow
 
 Settings that all jobs share (account, partition, modules) belong in a site file; `hvdx job site` prints its path and
 an example. See also docs/batch.md.
@@ -45,6 +46,7 @@ _SYSTEMS = {
     "lsf": "a script for bsub",
     "mpirun": "a script that starts mpirun on the hosts of a file",
     "horovodrun": "a script that starts horovodrun on the hosts of a file",
+    kubernetes.SYSTEM: "the manifest of a job for Kubeflow on Kubernetes",
 }
 _EXAMPLES = {
     "slurm": f"{EXAMPLE} --epochs 90",
@@ -52,9 +54,15 @@ _EXAMPLES = {
     "lsf": 'hvdx job lsf --nodes 2 --gpus-per-node 4 --time 06:00:00 --env-setup "module load cuda" -- python train.py',
     "mpirun": "hvdx job mpirun --hosts hosts.txt -- python train.py",
     "horovodrun": "hvdx job horovodrun --hosts hosts.txt -n 4 -- python train.py",
+    kubernetes.SYSTEM: "hvdx job kubernetes --image registry/me/train --nodes 2 --claim data:/data -- python train.py",
 }
 # The commands that submit a script. bsub reads #BSUB lines from its standard input only.
-_SUBMIT = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub"}
+_SUBMIT = {
+    "slurm": ("sbatch",),
+    "pbs": ("qsub",),
+    "lsf": ("bsub",),
+    kubernetes.SYSTEM: ("kubectl", "apply", "-f"),
+}
 # Option names that differ from their attributes, and attributes that the script's first lines leave out.
 _SPELLED = {"ranks": "-n", "directives": "--directive"}
 _NOT_REPEATED = {"command", "system", "program", "file", "force", "submit", "run"}
@@ -73,10 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         one.usage = f"hvdx job {system} [options] -- COMMAND [ARGUMENT ...]"
-        _add_size(one, system)
-        if system in BATCH:
-            _add_queue(one, system)
-        _add_start(one, system)
+        if system == kubernetes.SYSTEM:
+            kubernetes.add_arguments(one)
+            _add_strategy(one.add_argument_group("launch"))
+        else:
+            _add_size(one, system)
+            if system in BATCH:
+                _add_queue(one, system)
+            _add_start(one, system)
         _add_output(one, system)
         one.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="command of every rank")
     systems.add_parser("site", description="Print the path of the site file, and an example.")
@@ -128,9 +140,14 @@ def _add_queue(parser: argparse.ArgumentParser, system: str) -> None:
     )
 
 
+def _add_strategy(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--strategy", help="value of HVDX_STRATEGY, such as threshold or all_reduce:compression=fp16")
+
+
 def _add_start(parser: argparse.ArgumentParser, system: str) -> None:
-    add = parser.add_argument_group("launch").add_argument
-    add("--strategy", help="value of HVDX_STRATEGY, such as threshold or all_reduce:compression=fp16")
+    group = parser.add_argument_group("launch")
+    _add_strategy(group)
+    add = group.add_argument
     add(
         "--env-setup",
         action="append",
@@ -149,7 +166,7 @@ def _add_output(parser: argparse.ArgumentParser, system: str) -> None:
     add = parser.add_argument_group("output").add_argument
     add("-o", dest="file", type=Path, metavar="FILE", help="write the script to FILE instead of printing it")
     add("--force", action="store_true", help="replace FILE if it exists")
-    submit = f"submit the script with {_SUBMIT[system]}" if system in _SUBMIT else "not available without a queue"
+    submit = f"submit the script with {_SUBMIT[system][0]}" if system in _SUBMIT else "not available without a queue"
     add("--submit", action="store_true", help=submit)
 
 
@@ -159,12 +176,17 @@ def run(args: argparse.Namespace) -> int:
         return _show_site()
     if args.submit and args.system not in _SUBMIT:
         raise ConfigError(
-            f"job: --submit: expected a system with a queue ({', '.join(BATCH)}), got {args.system}. "
+            f"job: --submit: expected a system with a queue ({', '.join(_SUBMIT)}), got {args.system}. "
             "Do: write the script with -o train.sh, and start ./train.sh on the first host."
         )
-    text = script(make_plan(args, site.settings(args.system), _words(args)))
+    if args.system == kubernetes.SYSTEM:
+        text = kubernetes.manifest(args, _words(args))
+    else:
+        text = script(make_plan(args, site.settings(args.system), _words(args)))
     if args.file is not None:
         _write(args.file, text, args.force)
+        if args.system != kubernetes.SYSTEM:
+            args.file.chmod(0o755)
     if args.submit:
         print(_submit(args.system, text, args.file))
     elif args.file is None:
@@ -190,7 +212,6 @@ def _write(path: Path, text: str, force: bool) -> None:
     try:
         with path.open("w" if force else "x") as file:
             file.write(text)
-        path.chmod(0o755)
     except FileExistsError:
         raise ConfigError(
             f"job: -o: expected a file that does not exist, got {path}. Do: --force to replace it, or another name."
@@ -203,9 +224,11 @@ def _write(path: Path, text: str, force: bool) -> None:
 
 def _submit(system: str, text: str, path: Path | None) -> str:
     """Submit a script to the batch system, and return the answer."""
-    command = [_SUBMIT[system]]
+    command = [*_SUBMIT[system]]
     if path is not None and system != "lsf":
         command.append(str(path))
+    elif system == kubernetes.SYSTEM:
+        command.append("-")
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT, check=False, errors="replace"
@@ -232,7 +255,7 @@ def _submit(system: str, text: str, path: Path | None) -> str:
 def _next_step(system: str, path: Path) -> str:
     if system not in _SUBMIT:
         return f"start it with: {path if path.is_absolute() else f'./{path}'}"
-    return f"submit it with: {_SUBMIT[system]} {'< ' if system == 'lsf' else ''}{path}"
+    return f"submit it with: {' '.join(_SUBMIT[system])} {'< ' if system == 'lsf' else ''}{path}"
 
 
 def _show_site() -> int:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdx.cli.common.hostfile import parse_hostfile
 from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.mpi_traffic import traffic_options
 from hvdx.cli.common.processes import program_of, search_path
@@ -39,7 +40,7 @@ Ctrl-C and SIGTERM. --checkpoint works for a `fit` with `Distribute`; a script t
 docs/survive.md says what is lost.
 
 With Open MPI, workers on one machine listen on no network, and workers on several exchange over the network that all
---hosts are on. OMPI_MCA_btl, OMPI_MCA_btl_tcp_if_include or ..._exclude changes that.
+hosts are on. OMPI_MCA_btl, OMPI_MCA_btl_tcp_if_include or ..._exclude changes that.
 
 The output shows the first worker's standard output and all workers' standard error; --all shows everything. On a
 cluster with a batch system, use `hvdx job`. Hosts that ssh does not reach without a password are named at the start.
@@ -51,8 +52,9 @@ _RANK = Path(__file__).with_name("common") / "rank.py"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("-n", type=int, metavar="N", help="number of workers (default: the sum of --hosts)")
+    parser.add_argument("-n", type=int, metavar="N", help="number of workers (default: the sum of the hosts)")
     parser.add_argument("--hosts", metavar="HOST:N,...", help="hosts, each with its number of workers (default: 1)")
+    parser.add_argument("--hostfile", metavar="FILE", help="hosts, one a line: `name slots=N`, `name:N` or `name`")
     parser.add_argument("--dry-run", action="store_true", help="print the mpirun command, and start nothing")
     parser.add_argument("--all", action="store_true", help="show the standard output of all workers")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="restarts after failures (default: 0)")
@@ -78,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
     words = program_of(args.program)
     if not words:
         raise LaunchError(f"run: expected a program after the options, got none. For example: {EXAMPLE}")
-    hosts = parse_hosts(args.hosts)
+    hosts = _hosts(args)
     workers = args.n if args.n is not None else sum(hosts.values())
     if workers < 1:
-        raise LaunchError(f"run: expected -n N, 1 worker or more, or --hosts. For example: {EXAMPLE}")
+        raise LaunchError(f"run: expected -n N, 1 worker or more, --hosts or --hostfile. For example: {EXAMPLE}")
     if hosts and workers > sum(hosts.values()):
         raise LaunchError(
-            f"run: -n {workers}: --hosts has room for {sum(hosts.values())} workers. Raise N in HOST:N, or lower -n."
+            f"run: -n {workers}: the hosts have room for {sum(hosts.values())} workers. Raise theirs, or lower -n."
         )
     _check_restarts(args, workers)
     os.environ.update(_checkpoint(args))
@@ -107,6 +109,24 @@ def run(args: argparse.Namespace) -> int:
         return supervise(Job(command, workers, hosts, args.max_restarts, args.min_workers or 1))
     # execv: signals and the terminal reach mpirun itself, and its exit code is that of this process.
     return os.execv(launch[0], launch)
+
+
+def _hosts(args: argparse.Namespace) -> dict[str, int]:
+    """Return the workers by host of --hosts or --hostfile; none without them."""
+    if args.hostfile is None:
+        return parse_hosts(args.hosts)
+    if args.hosts is not None:
+        raise LaunchError("run: expected --hosts or --hostfile, got both. Do: leave one out.")
+    try:
+        hosts = parse_hostfile(Path(args.hostfile).read_text())
+    except (OSError, UnicodeDecodeError):
+        hosts = {}
+    if not hosts:
+        raise LaunchError(
+            f"run: --hostfile: expected a file with a host on each line, got {args.hostfile}. "
+            "For example: node1 slots=4"
+        )
+    return hosts
 
 
 def _check_restarts(args: argparse.Namespace, workers: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli.batch.plan import count_slots, parse_time
+from hvdx.cli.batch.plan import parse_time
 from hvdx.cli.batch.template import fill, shell_words
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError
@@ -44,7 +44,7 @@ def queue(place, monkeypatch):
 # --- help
 
 
-@pytest.mark.parametrize("words", [[], ["slurm"], ["pbs"], ["lsf"], ["mpirun"], ["horovodrun"]])
+@pytest.mark.parametrize("words", [[], ["slurm"], ["pbs"], ["lsf"], ["mpirun"], ["horovodrun"], ["kubernetes"]])
 def test_help_has_an_example(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["job", *words, "--help"])
@@ -190,10 +190,6 @@ def test_parse_time(text, seconds):
 def test_parse_time_refuses(text):
     with pytest.raises(ConfigError, match="--time"):
         parse_time(text)
-
-
-def test_count_slots():
-    assert count_slots("a slots=2 max_slots=9\nb:3\n# c\n\nd # slots=7\n") == 6
 
 
 def test_fill_leaves_lines_out_and_repeats_them():

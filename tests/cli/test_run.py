@@ -52,6 +52,13 @@ def test_hosts_and_exported_variables(dry, monkeypatch):
     assert dry(MPICH, "--hosts", "a:2,b", sys.executable)[1:5] == ["-n", "3", "-hosts", "a:2,b:1"]
 
 
+def test_hosts_of_a_file(dry, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\nb:1\n")
+    words = dry(OPEN_MPI, "--hostfile", str(tmp_path / "hosts"), sys.executable)
+    assert words[words.index("-n") + 1] == "3"
+    assert words[words.index("--host") + 1] == "a:2,b:1"
+
+
 def test_checkpoint_reaches_the_workers_of_all_hosts(dry, monkeypatch, tmp_path):
     for name in ("HVDX_CHECKPOINT", "HVDX_CHECKPOINT_EVERY"):
         monkeypatch.setenv(name, "")
@@ -83,6 +90,9 @@ def test_restarts_have_the_hosts_that_are_left(monkeypatch):
         (["-n", "0", "python"], "1 worker or more"),
         (["-n", "3", "--hosts", "a:2", "python"], "room for 2"),
         (["--hosts", "a:x", "python"], "'a:x'"),
+        (["--hostfile", "/no/such/file", "python"], "a host on each line, got /no/such/file"),
+        (["--hostfile", os.devnull, "python"], "a host on each line"),
+        (["--hostfile", "a", "--hosts", "a", "python"], "got both"),
         (["-n", "2", "no-such-program"], "not found"),
         (["-n", "2", "--max-restarts", "-1", "python"], "--max-restarts: expected 0 or more"),
         (["-n", "2", "--max-restarts", "1", "--min-workers", "3", "python"], "--min-workers: expected 1 to 2"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdx.cli.batch.template import plain_line, plain_word
+from hvdx.cli.common.hostfile import parse_hostfile
 from hvdx.cli.common.processes import program_of
 from hvdx.errors import ConfigError
 
@@ -93,13 +94,13 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
     options = {key: value for key, value in vars(args).items() if value is not None}
     settings = {**DEFAULTS, **site, **options}
     system = settings["system"]
-    command = _command(settings.get("program", []), system)
+    command = command_of(settings.get("program", []), system)
     batch = system in BATCH
-    gpus = _count("--gpus-per-node", settings.get("gpus_per_node"), 0) or 0
-    nodes = _count("--nodes", settings.get("nodes"), 1) or 1
-    each = _count("--tasks-per-node", settings.get("tasks_per_node"), 1) or gpus or 1
-    threads = _count("--threads", settings.get("threads"), 1)
-    cores = _count("--cpus-per-task", settings.get("cpus_per_task"), 1)
+    gpus = check_count("--gpus-per-node", settings.get("gpus_per_node"), 0) or 0
+    nodes = check_count("--nodes", settings.get("nodes"), 1) or 1
+    each = check_count("--tasks-per-node", settings.get("tasks_per_node"), 1) or gpus or 1
+    threads = check_count("--threads", settings.get("threads"), 1)
+    cores = check_count("--cpus-per-task", settings.get("cpus_per_task"), 1)
     if "cpus_per_task" not in options:
         # --threads on the command line outranks cpus_per_task in the site file.
         cores = options.get("threads") or cores or threads
@@ -107,7 +108,7 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
     hosts = None if batch else settings.get("hosts")
     return Plan(
         system=system,
-        name=_name(settings.get("name"), command),
+        name=check_name(settings.get("name"), command),
         command=tuple(command),
         # It becomes a comment of the script, so it must be one line.
         made_by=" ".join(" ".join(words).split()),
@@ -122,12 +123,12 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
         threads=threads,
         seconds=seconds,
         signal=_warning(settings["signal"], seconds) if batch else 0,
-        max_restarts=_count("--max-restarts", settings["max_restarts"], 0) or 0,
+        max_restarts=check_count("--max-restarts", settings["max_restarts"], 0) or 0,
         account=_word("--account", settings.get("account")),
         queue=_word("--queue", settings.get("partition" if system == "slurm" else "queue")),
         output=_word("--output", settings.get("output")),
         array=_array(settings.get("array"), system),
-        strategy=_strategy(settings.get("strategy")),
+        strategy=check_strategy(settings.get("strategy")),
         hosts=hosts,
         env_setup=tuple(plain_line("--env-setup", line) for line in settings.get("env_setup", ())),
         directives=tuple(plain_line("--directive", line) for line in settings.get("directives", ())),
@@ -155,26 +156,12 @@ def parse_time(text: str) -> int:
     return total
 
 
-def count_slots(text: str) -> int:
-    """Return the number of slots in a host file.
+def command_of(words: Sequence[str], system: str) -> list[str]:
+    """Return the command after the options of `hvdx job SYSTEM`.
 
-    Args:
-        text: content of the file; each line is `host slots=4` (Open MPI, Horovod), `host:4` (MPICH, Intel) or `host`.
-
-    Example:
-        >>> count_slots("node1 slots=4  # comment\\nnode2:2\\nnode3\\n")
-        7
+    Raises:
+        ConfigError: if there is none.
     """
-    total = 0
-    for line in text.splitlines():
-        entry = line.partition("#")[0].strip()
-        if entry:
-            slots = re.search(r"(?:\bslots\s*=\s*|^[^\s:]+:)(\d+)", entry)
-            total += int(slots.group(1)) if slots else 1
-    return total
-
-
-def _command(words: Sequence[str], system: str) -> list[str]:
     command = program_of(words)
     if not command:
         raise ConfigError(f"job: expected a command after --, got none. Do: hvdx job {system} ... -- python train.py")
@@ -186,7 +173,12 @@ def _command(words: Sequence[str], system: str) -> list[str]:
     return command
 
 
-def _count(what: str, value: int | None, least: int) -> int | None:
+def check_count(what: str, value: int | None, least: int) -> int | None:
+    """Return the value of the option `what`, after a check that it is at least `least`.
+
+    Raises:
+        ConfigError: if it is less.
+    """
     if value is not None and value < least:
         raise ConfigError(f"job: {what}: expected {least} or more, got {value}. Do: {what} {max(least, 1)}")
     return value
@@ -221,7 +213,7 @@ def _array(text: str | None, system: str) -> str | None:
     return text
 
 
-def _name(name: str | None, command: Sequence[str]) -> str:
+def check_name(name: str | None, command: Sequence[str]) -> str:
     """Return the given name, or the first 15 characters (the limit of older PBS) of the name of the script."""
     if name is not None:
         return plain_word("--name", name)
@@ -229,8 +221,8 @@ def _name(name: str | None, command: Sequence[str]) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "", Path(script).stem).strip("-_")[:15] or "hvdx"
 
 
-def _strategy(text: str | None) -> str | None:
-    """Return the text, after a check that hvdx can parse it."""
+def check_strategy(text: str | None) -> str | None:
+    """Return the text of --strategy, after a check that hvdx can parse it."""
     if text is not None:
         from hvdx.strategies import resolve
 
@@ -245,9 +237,9 @@ def _ranks(ranks: int | None, hosts: str | None, system: str) -> int:
             f"job: --hosts: expected a host file, got nothing. Do: hvdx job {system} --hosts hosts.txt ..."
         )
     if ranks is not None:
-        return _count("-n", ranks, 1) or 1
+        return check_count("-n", ranks, 1) or 1
     try:
-        slots = count_slots(Path(hosts).read_text())
+        slots = sum(parse_hostfile(Path(hosts).read_text()).values())
     except (OSError, UnicodeDecodeError):
         slots = 0
     if not slots:
