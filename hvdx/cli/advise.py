@@ -189,7 +189,7 @@ def _report(
     links: "dict[str, Link]",
 ) -> int:
     """Predict for each link, print, and write the JSON file."""
-    from hvdx.cli.advising import answer
+    from hvdx.cli.advising import answer, chart
     from hvdx.costs.model import one_worker
 
     alone, shared, machine = measured
@@ -217,6 +217,8 @@ def _report(
                 "bandwidth": bandwidth,
                 "latency": link.latency,
                 "bytes_per_second": min(link.bandwidth, machine.transport),
+                "relative_transfer": chart.relative_transfer(situation),
+                "chart_line": chart.chosen(situation),
                 "answers": [a.as_dict() for a in answers],
                 "line": [_point(a) for a in line],
             }
@@ -271,15 +273,14 @@ def _section(
     situation: "Situation", answers: "Sequence[Answer]", line: "Sequence[Answer]", command: str, hosts: str | None
 ) -> str:
     """Return the text for one link."""
-    from hvdx.cli.advising import answer
+    from hvdx.cli.advising import answer, chart
 
     network = situation.link
     bandwidth = min(network.bandwidth, situation.machine.transport)
-    gradients = 4 * situation.elements / bandwidth
     texts = [
         answer.wrapped(
             f"link {answers[0].bandwidth}: {8e-6 * bandwidth:.4g} Mbit/s for data, {1e3 * network.latency:.3g} ms. "
-            f"To transfer the gradients once takes {gradients / situation.computing:.2g} times the time of computing."
+            f"To transfer the gradients once takes {chart.relative_transfer(situation):.2g} times as long as computing."
         )
     ]
     for found in answers:
@@ -287,6 +288,7 @@ def _section(
         texts.append(f"{found.workers} worker{plural} at {found.bandwidth}\n{answer.table(found)}")
     texts.append(f"best strategy by the number of workers at {answers[0].bandwidth}\n{answer.best_table(line)}")
     texts += filter(None, [answer.wrapped(answer.basis_text([*answers, *line]))])
+    texts.append(chart.text(situation))
     texts.append(answer.advice(answers, command, f" --hosts {hosts}" if hosts else ""))
     return "\n\n".join(texts)
 

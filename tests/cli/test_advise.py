@@ -1,17 +1,21 @@
 """`hvdx advise`: the measurements of a script, the answers, and the errors. No TensorFlow."""
 
 # Tests: hvdx/cli/advising/answer.py, hvdx/cli/advising/machine.py, hvdx/cli/advising/script.py
+# Tests: hvdx/cli/advising/chart.py
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from hvdx.cli.advising import answer, machine, script
+from hvdx.cli.advising import answer, chart, machine, script
 from hvdx.cli.main import main
+from hvdx.costs.model import Situation
 from hvdx.costs.types import Link, Machine
+from tests.launch import ROOT
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_ins") / "recorded.py")]
 TRAINING = script.Training(0.02, 0.0, 20, (1_860_000,), batch=64, slots=1.0)
@@ -44,6 +48,8 @@ def test_advise_prefers_compression_on_a_slow_link(advise):
     assert [point["workers"] for point in fast["line"]] == [2**k for k in range(11)]
     for words in ("transfer", "2 workers at 10mbit", "4 workers at 1gbit", "HVDX_STRATEGY=", "hvdx run -n 4"):
         assert words in text
+    assert (slow["chart_line"], fast["chart_line"]) == (5, 5)
+    assert "* 5  computing takes more than 3 ms for each million parameters -> Threshold()" in text
     rows = {row["strategy"]: row for row in slow["answers"][1]["strategies"]}
     assert rows["all_reduce"]["terms"]["transfer"] > 100 * rows["threshold"]["terms"]["transfer"]
 
@@ -180,3 +186,35 @@ def test_starved_threshold_is_no_reason_to_distribute():
     assert found.predictions["threshold"].starved
     assert found.best == answer.ALONE
     assert "Do not distribute" in answer.advice([found], "python train.py")
+
+
+# --- the chart
+
+
+def situation(seconds=0.1, elements=1_000_000, rate=1e9, slots=0.0):
+    return Situation(4, (elements,), seconds, Link(1e-4, rate / 8), slots=slots)
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        (situation(rate=1e10), 3),
+        (situation(rate=1.5e9), 4),
+        (situation(rate=1e8), 5),
+        (situation(rate=1e8, seconds=0.002), 7),
+        (situation(rate=3e8, seconds=0.002), 6),
+        (situation(rate=3e8, seconds=0.002, slots=2.0), 7),
+    ],
+)
+def test_line_of_the_chart(case, line):
+    assert chart.chosen(case) == line
+    marked = [text for text in chart.text(case).splitlines() if text.startswith("*")]
+    assert [text.split()[1] for text in marked] == [str(line)]
+
+
+def test_chart_is_that_of_the_page():
+    page = (ROOT / "docs" / "scaling.md").read_text().split("## Which strategy for me")[1]
+    rows = re.findall(r"^\| (\d) \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    plain = [(if_, re.sub(r"\[(.*?)\]\(.*?\)", r"\1", then).replace("`", "")) for _, if_, then in rows]
+    assert [number for number, *_ in rows] == [str(i) for i in range(1, len(chart.CHART) + 1)]
+    assert plain == list(chart.CHART)
