@@ -62,8 +62,6 @@ STRATEGIES = {
     "1e-2, warm-up density, sharded": "threshold:target_density=0.0085,warmup=density:200,exchange=sharded",
     "1e-2, gradients": "threshold:target_density=0.01,placement=gradient",
 }
-# Sizes of the transformer, and windows and characters of its held-out loss.
-_WIDTH, _LAYERS, _HEADS, _CONTEXT, _WINDOWS = 64, 2, 4, 64, 256
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -172,27 +170,27 @@ def images(run: harness.Row) -> Training:
 
 def text(run: harness.Row) -> Training:
     """Return a transformer, the batches of each worker, the steps of an epoch, and the held-out loss."""
-    from hvdx.jobs.data import VOCABULARY, load_text
-    from hvdx.jobs.language_model import build
+    from hvdx.jobs.data import load_text
 
     texts = load_text()
-    network = build(VOCABULARY, _CONTEXT, _LAYERS, _WIDTH, _HEADS, 1e-3)
+    network = harness.transformer(1e-3)
 
     def windows(characters: np.ndarray, begins: np.ndarray) -> Batch:
-        codes = characters[begins[:, None] + np.arange(_CONTEXT + 1)].astype(np.int32)
+        codes = characters[begins[:, None] + np.arange(harness.CONTEXT + 1)].astype(np.int32)
         return codes[:, :-1], codes[:, 1:]
 
     def batches(rank: int) -> Iterator[Batch]:
         random = np.random.default_rng([run["seed"], rank])
         while True:
-            yield windows(texts.train, random.integers(0, len(texts.train) - _CONTEXT - 1, (run["batch"],)))
+            yield windows(texts.train, random.integers(0, len(texts.train) - harness.CONTEXT - 1, (run["batch"],)))
 
-    held_out = windows(texts.held_out, np.linspace(0, len(texts.held_out) - _CONTEXT - 2, _WINDOWS).astype(np.int64))
+    spread = np.linspace(0, len(texts.held_out) - harness.CONTEXT - 2, harness.WINDOWS)
+    held_out = windows(texts.held_out, spread.astype(np.int64))
 
     def evaluate() -> float:
         return float(network.evaluate(*held_out, batch_size=64, verbose=0))
 
-    epoch = len(texts.train) // (run["batch"] * run["workers"] * _CONTEXT)
+    epoch = len(texts.train) // (run["batch"] * run["workers"] * harness.CONTEXT)
     return network, [batches(r) for r in range(run["workers"])], epoch, evaluate
 
 

@@ -398,6 +398,18 @@ def mlp(setting: argparse.Namespace) -> "tuple[keras.Model, tf.data.Dataset, tf.
     return model, train, test, loaded
 
 
+#: Characters in a window of the transformer's text, and windows of its held-out loss.
+CONTEXT, WINDOWS = 64, 256
+
+
+def transformer(learning_rate: float) -> "keras.Model":
+    """Build the transformer of the comparisons, 0.11 M parameters, compiled with AdamW."""
+    from hvdx.jobs.data import VOCABULARY
+    from hvdx.jobs.language_model import build
+
+    return build(VOCABULARY, CONTEXT, layers=2, width=64, heads=4, learning_rate=learning_rate)
+
+
 def parameters(hidden: int) -> int:
     """Return the number of parameters of the network of `mlp` on Fashion-MNIST.
 

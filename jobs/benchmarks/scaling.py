@@ -57,8 +57,6 @@ _TUNED = (ALONE, "all-reduce", "averaging")
 _TUNING = 1000
 # Uncounted first steps, which trace and compile.
 _COMPILING = 2
-# Sizes of the transformer, and windows of its held-out loss.
-_WIDTH, _LAYERS, _HEADS, _CONTEXT, _WINDOWS = 64, 2, 4, 64, 256
 
 
 @dataclass(frozen=True)
@@ -360,16 +358,16 @@ def images(setting: argparse.Namespace, task: Task) -> "Training":
 def text(setting: argparse.Namespace, task: Task) -> "Training":
     """Build a transformer, and shard windows of its text."""
     import hvdx
-    from hvdx.jobs.data import VOCABULARY, load_text
-    from hvdx.jobs.language_model import build, windows
+    from hvdx.jobs.data import load_text
+    from hvdx.jobs.language_model import windows
 
     texts = load_text()
-    network = build(VOCABULARY, _CONTEXT, _LAYERS, _WIDTH, _HEADS, setting.rate)
-    drawn = np.arange(len(texts.train) - _CONTEXT, dtype=np.int32)
+    network = harness.transformer(setting.rate)
+    drawn = np.arange(len(texts.train) - harness.CONTEXT, dtype=np.int32)
     train = hvdx.shard(drawn, task.batch, steps=setting.steps, seed=setting.seed)
-    spread = np.linspace(0, len(texts.held_out) - _CONTEXT - 1, _WINDOWS).astype(np.int32)
+    spread = np.linspace(0, len(texts.held_out) - harness.CONTEXT - 1, harness.WINDOWS).astype(np.int32)
     test = hvdx.shard(spread, 32, shuffle=False, drop_remainder=False)
-    return network, windows(texts.train, train, _CONTEXT), windows(texts.held_out, test, _CONTEXT)
+    return network, windows(texts.train, train, harness.CONTEXT), windows(texts.held_out, test, harness.CONTEXT)
 
 
 #: Tasks by name.
