@@ -1,4 +1,4 @@
-"""Links of the documentation resolve, its pictures are those of its command, and the FAQ quotes messages of the code."""
+"""Links of the documentation resolve, its pictures are those of a command, and the FAQ quotes messages of the code."""
 
 import ast
 import importlib.util
