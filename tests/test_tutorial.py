@@ -29,7 +29,7 @@ def test_resumed_training_has_the_losses_of_the_page(script, tmp_path):
     resumed = run(1, [str(script)], env=env)
     assert resumed.code == 0, resumed
     assert "hvdx: resuming after epoch 2" in resumed.out
-    found = [tuple(map(float, pair)) for run in (stopped, resumed) for pair in re.findall(LOSSES, run.out)]
+    found = [tuple(map(float, pair)) for job in (stopped, resumed) for pair in re.findall(LOSSES, job.out)]
     # The other rank prints the losses of two epochs, too; the first and last line are those of the page.
     assert found[0] == pytest.approx(shown[0], rel=0.05)
     assert found[-1] == pytest.approx(shown[1], rel=0.05)
