@@ -1,5 +1,6 @@
-"""Links of the documentation resolve, and its pictures are those that its command draws."""
+"""Links of the documentation resolve, its pictures are those of a command, and the FAQ quotes messages of the code."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -58,3 +59,25 @@ def test_code_of_the_first_page_fits_a_window_of_1280_pixels():
 
 def test_readme_is_one_screen_and_a_half():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def texts(module: Path) -> list[str]:
+    """Return the texts in a module; a placeholder is NUL."""
+    found = []
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_faq_quotes_messages_of_the_code():
+    """Blocks without a language quote messages, with "..." in place of names and numbers, or of the rest."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE | re.DOTALL)
+    quotes = [line for language, block in blocks if not language for line in block.splitlines()]
+    assert len(quotes) > 30
+    messages = "\n".join(text for path in sorted((ROOT / "hvdx").rglob("*.py")) for text in texts(path))
+    for quote in quotes:
+        parts = [re.escape(part.strip()) for part in quote.split("...")]
+        assert re.search(".*".join(parts), messages), quote
