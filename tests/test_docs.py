@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import ROOT
+from tests.mutate import missing_test
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -81,3 +82,12 @@ def test_faq_quotes_messages_of_the_code():
     for quote in quotes:
         parts = [re.escape(part.strip()) for part in quote.split("...")]
         assert re.search(".*".join(parts), messages), quote
+
+
+def test_claims_name_tests_that_exist():
+    page = (ROOT / "docs" / "claims.md").read_text()
+    nodes = re.findall(r"`(tests/\S+::\S+)`", page)
+    assert len(nodes) > 30
+    assert not list(filter(None, (missing_test(node, ROOT) for node in nodes)))
+    for path in re.findall(r"`(?:python )?((?:jobs|docs|\.ci)/\S+)`", page):
+        assert (ROOT / path).exists(), path
