@@ -321,6 +321,14 @@ def _answers(world: _World, criteria: Sequence[Criterion]) -> list[str]:
     return [criterion.sentence for criterion in criteria]
 
 
+# What one worker does, if it is better than several and if it is as good; by the kind of comparison.
+_LEARNS = "learns better", "learns as well, within the noise"
+_ALONE = {
+    TO_TARGET: ("reaches the target sooner", "reaches the target as soon, within the noise"),
+    FASTEST: ("is faster", "is as fast, within the noise"),
+}
+
+
 def _distribution(world: _World) -> list[str]:
     """Say for each setting whether several workers are worth it."""
     sentences = []
@@ -343,8 +351,8 @@ def _distribution(world: _World) -> list[str]:
             sentences.append(f"Distribute or not, {setting}: {few} seeds are too few ({shown}). Do: --seeds {few + 1}.")
         else:
             better = beats(alone, values[best]) or separated(alone, values[best])
-            how = "better" if better else "as well, within the noise"
-            sentences.append(f"Do not distribute, {setting}: one worker learns {how} ({shown}).")
+            how = _ALONE.get(kind, _LEARNS)[0 if better else 1]
+            sentences.append(f"Do not distribute, {setting}: one worker {how} ({shown}).")
     return sentences
 
 

@@ -189,8 +189,9 @@ def test_nobody_reaches_the_target():
 
 @pytest.mark.parametrize(
     ("second", "begin"),
-    [(3.0, "Distribute, 2 workers: time"), (1.001, "Do not distribute, 2 workers: one worker learns as well, within"),
-     (0.2, "Do not distribute, 2 workers: one worker learns better")],
+    [(3.0, "Distribute, 2 workers: time"),
+     (1.001, "Do not distribute, 2 workers: one worker reaches the target as soon, within"),
+     (0.2, "Do not distribute, 2 workers: one worker reaches the target sooner")],
 )  # fmt: skip
 def test_one_worker_is_compared_with_the_best_strategy(second, begin):
     alone = runs("one worker", second=second, workers=1)
