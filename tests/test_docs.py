@@ -91,3 +91,31 @@ def test_claims_name_tests_that_exist():
     assert not list(filter(None, (missing_test(node, ROOT) for node in nodes)))
     for path in re.findall(r"`(?:python )?((?:jobs|docs|\.ci)/\S+)`", page):
         assert (ROOT / path).exists(), path
+
+
+def test_figures_of_scaling_are_in_its_file():
+    scaling = importlib.import_module("hvdx.jobs.benchmarks.scaling")
+    rows = json.loads((ROOT / "docs" / "benchmarks" / "scaling.json").read_text())["rows"]
+    spelled = {
+        "one worker": scaling.ALONE,
+        "AllReduce()": "all-reduce",
+        'AllReduce(compression="fp16")': "fp16",
+        "ParameterAveraging(10)": "averaging",
+        "Threshold()": "threshold",
+    }
+    found = {
+        (row["hosts"], row["strategy"], f"{row['steps']:.0f}", f"{row['seconds']:.1f}", f"{row['faster']:.2f}")
+        for model, bandwidth in {(row["model"], row["bandwidth"]) for row in rows}
+        for row in scaling.summary(rows, model, bandwidth)
+        if row["seconds"] and row["faster"]
+    }
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    shown = [line.split(" | ") for line in page.splitlines() if re.match(r"\| \d \| .*\d \|$", line)]
+    assert len(shown) > 15
+    for workers, strategy, _, steps, _, _, seconds, _, faster in shown:
+        name = spelled[strategy.strip("*`")]
+        assert (int(workers[2:]), name, steps, seconds, faster.removesuffix(" |")) in found, (workers, strategy)
+    readme = (ROOT / "README.md").read_text()
+    best = {f"{float(faster):.1f}" for *_, faster in found}
+    for figure in re.findall(r"([\d.]+) (?:times as fast|and [\d.]+ times)", readme):
+        assert figure in best, figure
