@@ -197,11 +197,15 @@ def test_embeddings_travel_as_updates():
     assert_identical(model.weights)
 
 
-def test_second_fit_keeps_momenta_and_residual():
+@pytest.mark.parametrize("compiled_again", [False, True])
+def test_second_fit_keeps_momenta_and_residual(compiled_again):
     if hvdx.size() == 1:
         return
     model = network(keras.optimizers.SGD(0.05, momentum=0.9))
     fit(model, "threshold:target_density=0.05")
+    if compiled_again:
+        # The step is traced again, by another adapter.
+        model.compile(model.optimizer, model.loss)
     momenta = [np.array(m) for m in model.optimizer.momentums]
     exchanges = []
 
