@@ -216,7 +216,7 @@ def _report(
             {
                 "bandwidth": bandwidth,
                 "latency": link.latency,
-                "bytes_per_second": min(link.bandwidth, machine.transport),
+                "bytes_per_second": chart.bandwidth(situation),
                 "relative_transfer": chart.relative_transfer(situation),
                 "chart_line": chart.chosen(situation),
                 "answers": [a.as_dict() for a in answers],
@@ -276,7 +276,7 @@ def _section(
     from hvdx.cli.advising import answer, chart
 
     network = situation.link
-    bandwidth = min(network.bandwidth, situation.machine.transport)
+    bandwidth = chart.bandwidth(situation)
     texts = [
         answer.wrapped(
             f"link {answers[0].bandwidth}: {8e-6 * bandwidth:.4g} Mbit/s for data, {1e3 * network.latency:.3g} ms. "

@@ -184,9 +184,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         text = script(make_plan(args, site.settings(args.system), _words(args)))
     if args.file is not None:
-        _write(args.file, text, args.force)
-        if args.system != kubernetes.SYSTEM:
-            args.file.chmod(0o755)
+        _write(args.file, text, args.force, executable=args.system != kubernetes.SYSTEM)
     if args.submit:
         print(_submit(args.system, text, args.file))
     elif args.file is None:
@@ -208,10 +206,12 @@ def _words(args: argparse.Namespace) -> list[str]:
     return [*words, "--", *map(shlex.quote, program_of(args.program))]
 
 
-def _write(path: Path, text: str, force: bool) -> None:
+def _write(path: Path, text: str, force: bool, executable: bool) -> None:
     try:
         with path.open("w" if force else "x") as file:
             file.write(text)
+        if executable:
+            path.chmod(0o755)
     except FileExistsError:
         raise ConfigError(
             f"job: -o: expected a file that does not exist, got {path}. Do: --force to replace it, or another name."

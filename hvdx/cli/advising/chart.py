@@ -28,7 +28,7 @@ _OPEN = 2
 
 def relative_transfer(situation: Situation) -> float:
     """Return *x* of the chart for the link between hosts."""
-    return 4 * situation.elements / _bandwidth(situation) / situation.computing
+    return 4 * situation.elements / bandwidth(situation) / situation.computing
 
 
 def chosen(situation: Situation) -> int:
@@ -45,7 +45,7 @@ def chosen(situation: Situation) -> int:
         x < 0.1,
         x < 0.3,
         situation.computing > 3e-9 * situation.elements,
-        state / _bandwidth(situation) < 100 * situation.computing,
+        state / bandwidth(situation) < 100 * situation.computing,
         True,
     )
     return 1 + _OPEN + measured.index(True)
@@ -66,6 +66,6 @@ def text(situation: Situation) -> str:
     return "\n".join(lines)
 
 
-def _bandwidth(situation: Situation) -> float:
+def bandwidth(situation: Situation) -> float:
     """Return the bytes per second between hosts, no faster than TCP on this machine."""
     return min(situation.link.bandwidth, situation.machine.transport)

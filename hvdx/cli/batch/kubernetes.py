@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from hvdx.cli.batch.plan import check_count, check_name, check_strategy, command_of, parse_time
+from hvdx.cli.batch.plan import DEFAULTS, check_count, check_name, check_strategy, command_of, parse_time
 from hvdx.cli.batch.template import Value, fill, template
 from hvdx.errors import ConfigError
 
@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time", metavar="HH:MM:SS", help="time limit; or DAYS-HH:MM:SS (default: none)")
     add("--name", help="name of the job (default: name of the Python file)")
     add("--checkpoint", metavar="DIR", help="save the training there; after a failure, start again from there")
-    add("--max-restarts", type=int, metavar="N", help="restarts after failures, with --checkpoint (default: 100)")
+    restarts = f"restarts after failures, with --checkpoint (default: {DEFAULTS['max_restarts']})"
+    add("--max-restarts", type=int, metavar="N", help=restarts)
 
 
 def manifest(args: argparse.Namespace, words: Sequence[str]) -> str:
@@ -96,8 +97,9 @@ def _launch(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
     """Return the command of the launcher."""
     words = ["hvdx", "run", "--hostfile", _HOSTFILE]
     if args.checkpoint:
-        restarts = check_count("--max-restarts", args.max_restarts, 0)
-        words += ["--checkpoint", args.checkpoint, "--max-restarts", str(100 if restarts is None else restarts)]
+        chosen = DEFAULTS["max_restarts"] if args.max_restarts is None else args.max_restarts
+        restarts = check_count("--max-restarts", chosen, 0)
+        words += ["--checkpoint", args.checkpoint, "--max-restarts", str(restarts)]
     return [*words, *command]
 
 
