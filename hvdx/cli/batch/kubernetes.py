@@ -97,8 +97,8 @@ def _launch(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
     """Return the command of the launcher."""
     words = ["hvdx", "run", "--hostfile", _HOSTFILE]
     if args.checkpoint:
-        chosen = DEFAULTS["max_restarts"] if args.max_restarts is None else args.max_restarts
-        restarts = check_count("--max-restarts", chosen, 0)
+        chosen = check_count("--max-restarts", args.max_restarts, 0)
+        restarts = DEFAULTS["max_restarts"] if chosen is None else chosen
         words += ["--checkpoint", args.checkpoint, "--max-restarts", str(restarts)]
     return [*words, *command]
 
