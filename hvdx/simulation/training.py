@@ -15,7 +15,7 @@ from hvdx.simulation.clock import RankClock
 from hvdx.simulation.memory import bytes_held
 from hvdx.simulation.ranks import SimulatedComm, on_all, world
 from hvdx.simulation.workloads import MOMENTUM, Replica, Workload
-from hvdx.strategies import Strategy, TensorSpec
+from hvdx.strategies import StepInput, Strategy, TensorSpec
 
 #: Parts of a step, in their order.
 PARTS = ("computing", "waiting", "encoding", "network", "decoding", "copying")
@@ -269,7 +269,7 @@ def _step_of(strategy: Strategy, tensors: int) -> _Step:
     """Return the step of a replica; of `tensors` arrays, if it exchanges weights."""
     if strategy.placement == "gradient":
         return _with_gradients
-    return _with_updates if strategy.placement == "update" else _with_weights(strategy, tensors)
+    return _with_updates() if strategy.placement == "update" else _with_weights(strategy, tensors)
 
 
 def _with_gradients(replica: Replica, exchange: Any, mine: RankClock, seconds: np.ndarray) -> None:
@@ -280,12 +280,33 @@ def _with_gradients(replica: Replica, exchange: Any, mine: RankClock, seconds: n
     replica.add(replica.updates(mean))
 
 
-def _with_updates(replica: Replica, exchange: Any, mine: RankClock, seconds: np.ndarray) -> None:
-    updates = replica.updates(replica.gradients())
-    mine.compute(seconds)
-    mean = exchange.step(updates)
-    mine.count_work()
-    replica.add(mean)
+def _with_updates() -> _Step:
+    """Return the step of a strategy that exchanges updates, or sums of them if its exchange asks for a period."""
+    before: list[np.ndarray] = []
+    changes: list[np.ndarray] = []
+    since = 0
+
+    def step(replica: Replica, exchange: Any, mine: RankClock, seconds: np.ndarray) -> None:
+        nonlocal before, changes, since
+        updates = replica.updates(replica.gradients())
+        mine.compute(seconds)
+        if exchange.period == 1 and since == 0:
+            combined = exchange.step(updates)
+            mine.count_work()
+            replica.add(combined)
+            return
+        if since == 0:
+            before, changes = [np.array(w) for w in replica.weights], [np.zeros_like(u) for u in updates]
+        since += 1
+        replica.add(updates)
+        changes = [c + u for c, u in zip(changes, updates, strict=True)]
+        if since >= exchange.period:
+            combined = exchange.take(StepInput(changes, steps=since))
+            replica.assign([b + c for b, c in zip(before, combined, strict=False)])  # without a model, no weights
+            since = 0
+        mine.count_work()
+
+    return step
 
 
 def _with_weights(strategy: Strategy, tensors: int) -> _Step:
@@ -310,7 +331,7 @@ def _with_weights(strategy: Strategy, tensors: int) -> _Step:
 
 
 def _outcome(plan: _Plan, logs: Sequence[_Log]) -> Outcome:
-    first, count = window(plan.last, plan.strategy.schedule[-1][1])
+    first, count = window(plan.last, plan.predicted.period if plan.predicted is not None else 1)
     ends = np.max([log.ends for log in logs], axis=0)
 
     def mean_of(totals: Sequence[np.ndarray]) -> list[float]:

@@ -74,6 +74,8 @@ class Strategy(abc.ABC):
             that requests each step of an epoch.
         dedicated: number of ranks that only serve the others, by `serve`.
         counts_samples: whether the adapter needs the number of samples in each step.
+        may_wait: whether ranks may take several steps alone between two exchanges, as many as `HostExchange.period`
+            says; only on the host, under the placement "update".
         provisional: whether `successor` replaces the strategy after some steps.
         persists_between_fits: whether the state of an exchange is kept from one fit to the next.
         second_moments: under the placement "update", for optimisers such as Adam. "own": updates are used as they are.
@@ -95,6 +97,7 @@ class Strategy(abc.ABC):
     asynchronous: bool = False
     dedicated: int = 0
     counts_samples: bool = False
+    may_wait: bool = False
     provisional: bool = False
     persists_between_fits: bool = True
     second_moments: SecondMoments = "own"
@@ -346,6 +349,26 @@ def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
                 f"the ranks were given different strategies: {everyone[0]} on rank 0, {theirs} on rank {rank}. Give "
                 "every rank the same; HVDX_STRATEGY must reach all hosts (mpirun -x HVDX_STRATEGY)."
             )
+
+
+def agree_on_steps(since: int, event: str, comm: Comm) -> int:
+    """Return the number of steps since an event, if all ranks have taken the same number. Collective.
+
+    Args:
+        since: steps of this rank.
+        event: the event, for the error.
+        comm: the ranks.
+
+    Raises:
+        ReplicaError: on every rank, if they differ.
+    """
+    everyone = comm.all_gather_object(since, f"the steps since {event}")
+    if len(set(everyone)) > 1:
+        raise ReplicaError(
+            f"the ranks have taken {everyone} steps since {event}. Every rank must call its optimizer the same number "
+            "of times: call it with zeros if there are no gradients."
+        )
+    return since
 
 
 def agree_on_tensors(specs: Sequence[TensorSpec], comm: Comm) -> None:

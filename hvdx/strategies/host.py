@@ -40,6 +40,7 @@ class StepInput:
             divided by the root of its second moment: one float array per tensor (on a GPU, one for all tensors), of the
             same sizes on all ranks and in all steps. None if the optimiser does not divide by second moments.
         computing: seconds of computing before this step; None if they were not measured.
+        steps: number of the rank's own steps whose updates the tensors hold, added up; see `HostExchange.period`.
         allocate: on a GPU, function from a number of elements to a new float32 array of zeros there, as which the step
             returns its result; None for an array of Numba.
     """
@@ -49,6 +50,7 @@ class StepInput:
     blamed: str = ""
     sample: Sequence[np.ndarray] | None = None
     computing: float | None = None
+    steps: int = 1
     allocate: "Callable[[int], Array] | None" = None
 
     def subset(self, where: Sequence[int]) -> "StepInput":
@@ -102,9 +104,12 @@ class HostExchange(Exchange["Array"]):
 
     Attributes:
         network: link between the ranks, if the exchange has measured it; otherwise None.
+        period: number of steps that each rank should take alone until the next exchange, the same on all ranks. Above 1
+            only for strategies that `may_wait`.
     """
 
     network: Link | None = None
+    period: int = 1
 
     def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry):
         self.specs, self._counters = list(specs), telemetry

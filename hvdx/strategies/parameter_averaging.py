@@ -10,8 +10,8 @@ from hvdx.comm.base import Engine, Reduction, Tensor
 from hvdx.costs.model import Situation
 from hvdx.costs.sizes import ring_bytes
 from hvdx.costs.types import Prediction
-from hvdx.errors import ConfigError, ReplicaError
-from hvdx.strategies.base import Exchange, Finite, Schedule, Strategy, TensorSpec, one_of
+from hvdx.errors import ConfigError
+from hvdx.strategies.base import Exchange, Finite, Schedule, Strategy, TensorSpec, agree_on_steps, one_of
 
 _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
 
@@ -134,13 +134,7 @@ class AveragingExchange(Exchange[Tensor]):
         Raises:
             ReplicaError: on all ranks, if they differ.
         """
-        everyone = self._comm.all_gather_object(since, f"{self._name}.since")
-        if len(set(everyone)) > 1:
-            raise ReplicaError(
-                f"the ranks have taken {everyone} steps since the weights were averaged. Every rank must call "
-                "its optimizer the same number of times: call it with zeros if there are no gradients."
-            )
-        return since
+        return agree_on_steps(since, "the weights were averaged", self._comm)
 
 
 def _schedule(period: object) -> Schedule:

@@ -112,6 +112,11 @@ def _refuse_options(strategy: Strategy) -> None:
             "device: expected 'auto' or 'cpu' for a model with split layers, whose updates are combined on the host, "
             "got 'cuda'."
         )
+    elif strategy.may_wait and getattr(strategy, "period", "auto") != "auto":
+        problem = (
+            "period: expected 1 or 'auto' for a model with split layers, whose ranks take each step together, got "
+            f"{getattr(strategy, 'period', '')}."
+        )
     elif not isinstance(getattr(strategy, "groups", 1), int):
         problem = (
             "groups: expected a number for a model with split layers, whose gradients are exchanged in two sets, got "

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _log = Log(__name__)
 
-#: Steps between measurements of the residual, each of which reads all of it.
+#: Exchanges between measurements of the residual, each of which reads all of it.
 RESIDUAL_EVERY = 64
 
 
@@ -140,6 +140,11 @@ class Encoder(abc.ABC):
     def observe_sample(self, sample: object) -> None:
         """Process the sample of gradients of all ranks, as the route returned it."""
         return
+
+    @property
+    def period(self) -> int:
+        """Number of steps until the next exchange; see `HostExchange.period`."""
+        return 1
 
     def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
         """Adapt to the seconds of a step, which are the same on all ranks.
@@ -343,12 +348,17 @@ class MessageExchange(HostExchange):
         # Arrays that are set to the result on the host.
         self._results = list(results) if results is not None else [self._flat]
         self._step = 0
+        self._exchanges = 0
         self._computing = 0.0
 
     @property
     def description(self) -> str:
         """How messages travel, if it is not from each worker to all others; else ""."""
         return self.route.description
+
+    @property
+    def period(self) -> int:  # type: ignore[override]
+        return self.encoder.period
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -371,7 +381,7 @@ class MessageExchange(HostExchange):
         result = self._timed("decoding", lambda: self._decode(step, counted))
         if self._device is not None:
             self._flat, self._out = None, []  # the caller has the result
-        self._step += 1
+        self._step += step.step_input.steps
         return result
 
     def _encode(self, step_input: StepInput, active_ranks: int) -> tuple[int, Encoded]:
@@ -446,7 +456,8 @@ class MessageExchange(HostExchange):
     def _count(self, step: EncodedStep, arrived: Arrived) -> bool:
         """Count the cost of an exchange; return whether its step is to be added."""
         counts = self.telemetry
-        counts.steps += 1
+        counts.steps += step.step_input.steps
+        self._exchanges += 1
         counts.messages += step.encoded.message.size
         counts.sent += arrived.sent
         counts.received += arrived.received
@@ -459,14 +470,14 @@ class MessageExchange(HostExchange):
         skipped = bool(arrived.statuses.any())
         if not skipped:
             self.encoder.observe_sample(arrived.sample)
-        if counts.steps % RESIDUAL_EVERY == 1 and counts.tau:
+        if self._exchanges % RESIDUAL_EVERY == 1 and counts.tau:
             counts.residual = self.encoder.residual_rms()
         computing = float(np.median(arrived.times[:, 0])) / 1e9
         self.encoder.observe_cost(computing, (arrived.times[:, 1] / 1e9).tolist())
         if skipped:
             if step.encoded.message.size:
                 self.encoder.roll_back(step.encoded)
-            self._report_skipped(arrived.statuses, step.number)
+            self._report_skipped(arrived.statuses, step.number + step.step_input.steps - 1)
             return False
         self._skips = 0
         return True

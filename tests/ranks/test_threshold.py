@@ -30,6 +30,7 @@ STRATEGIES = [
     "threshold:target_density=0.05,placement=gradient",
     "threshold:target_density=0.05,exchange=sharded",
     "threshold:target_density=0.05,index_coding=none",
+    "threshold:target_density=0.05,period=3",
     "threshold:target_density=0.05,warmup=workers:4",
     "threshold:target_density=0.02,warmup=density:6,exchange=sharded",
     "auto",
@@ -292,6 +293,26 @@ def test_steps_per_execution_and_layers_built_late():
     assert_identical(model.weights)
     if hvdx.size() > 1:
         assert callback.counters.exchanges == 2 * STEPS
+
+
+@pytest.mark.graph
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize(("per_execution", "expected"), [(1, "=##= ##=#"), (2, "#= ##")])
+def test_ranks_train_alone_in_a_period_and_not_at_the_end_of_an_epoch(per_execution, expected):
+    model, apart = network("adam"), []
+    model.steps_per_execution = per_execution
+    compare = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: apart.append(" " if epoch else ""),
+        on_train_batch_end=lambda batch, logs: apart.append(
+            "#" if replicas.differing(model.trainable_variables, world.start()) else "="
+        ),
+    )
+    callback, _ = fit(model, "threshold:target_density=0.2,period=3", callbacks=[compare])
+    assert "".join(apart) == expected
+    assert_identical(model.weights)
+    # Of 8 steps the first one, two periods and the last one are exchanged.
+    (cost,) = callback.counters.telemetry
+    assert (cost.steps, cost.encoded) == (8, 4 * cost.elements)
 
 
 @pytest.mark.graph

@@ -191,21 +191,21 @@ class HostAdapter(Adapter):
         tensors: list[tf.Tensor],
         first_bad: int | tf.Tensor,
         variables: Sequence[Variable],
-        work: Callable[[HostExchange, StepInput], Sequence[npt.ArrayLike]] | None = None,
         dtype: tf.DType = tf.float32,
         copy_results: bool = True,
         sample: Sequence[tf.Tensor] = (),
+        steps: int | tf.Tensor = 1,
     ) -> list[tf.Tensor]:
         """Call the exchange of some variables from an operation of the graph.
 
         Args:
-            tensors: arguments of `work`.
+            tensors: tensors of the step, see `_take`.
             first_bad: int32, index of the first variable whose gradient is not finite; -1 for none.
             variables: variables of the exchange.
-            work: function of the exchange and the input; by default, `HostExchange.take`.
             dtype: dtype in which the exchange works.
             copy_results: see `on_host`. If False, the tensors must be used before the next step.
             sample: see `StepInput`; empty for none.
+            steps: see `StepInput`.
 
         Returns:
             One tensor per variable.
@@ -215,6 +215,7 @@ class HostAdapter(Adapter):
 
         def step(
             bad: int,
+            steps: int,
             tensors: list[tf.Tensor],
             sample: list[np.ndarray],
             allocate: Callable[[int], tf.Tensor] | None = None,
@@ -224,21 +225,26 @@ class HostAdapter(Adapter):
                 raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
             exchange = adapter._opened(alive)
             blamed = describe(alive[bad]).name if bad >= 0 else ""
-            taken = StepInput(tensors, bad < 0, blamed, sample or None, allocate=allocate)
-            return exchange.take(taken) if work is None else work(exchange, taken)
+            taken = StepInput(tensors, bad < 0, blamed, sample or None, steps=steps, allocate=allocate)
+            return adapter._take(exchange, taken)
 
         if self._on_device(variables):
-            return on_gpu(step, tensors, sample, first_bad, variables)
+            return on_gpu(step, tensors, sample, (first_bad, steps), variables)
 
-        def host(bad: np.ndarray, *arrays: np.ndarray) -> Sequence[npt.ArrayLike]:
-            return step(int(bad), list(arrays[:tensor_count]), list(arrays[tensor_count:]))
+        def host(bad: np.ndarray, count: np.ndarray, *arrays: np.ndarray) -> Sequence[npt.ArrayLike]:
+            return step(int(bad), int(count), list(arrays[:tensor_count]), list(arrays[tensor_count:]))
 
         with tf.device("CPU:0"):
-            arguments = [tf.cast(first_bad, tf.int32), *(tf.cast(t, dtype) for t in (*tensors, *sample))]
-            results = on_host(host, arguments, [dtype] * len(variables), copy_results)
+            numbers = [tf.cast(n, tf.int32) for n in (first_bad, steps)]
+            arrays = [tf.cast(t, dtype) for t in (*tensors, *sample)]
+            results = on_host(host, numbers + arrays, [dtype] * len(variables), copy_results)
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results
+
+    def _take(self, exchange: HostExchange, step_input: StepInput) -> Sequence[npt.ArrayLike]:
+        """Take a step of an exchange."""
+        return exchange.take(step_input)
 
     def _on_device(self, variables: Sequence[Variable]) -> bool:
         """Return True if the exchange of these variables runs on their GPU."""
@@ -288,10 +294,10 @@ def _move_residual(
 
 
 def on_gpu(
-    step: Callable[[int, list[tf.Tensor], list[np.ndarray], Callable[[int], tf.Tensor]], Sequence[npt.ArrayLike]],
+    step: Callable[[int, int, list[tf.Tensor], list[np.ndarray], Callable[[int], tf.Tensor]], Sequence[npt.ArrayLike]],
     tensors: Sequence[tf.Tensor],
     sample: Sequence[tf.Tensor],
-    first_bad: int | tf.Tensor,
+    numbers: tuple[int | tf.Tensor, int | tf.Tensor],
     variables: Sequence[Variable],
 ) -> list[tf.Tensor]:
     """Call an exchange on the GPU of its variables from an operation of the graph.
@@ -301,11 +307,11 @@ def on_gpu(
     returns.
 
     Args:
-        step: function of the index of the first variable whose gradient is not finite, of the tensors, of
-            `sample`, and of `allocate`; see `StepInput`.
+        step: function of the index of the first variable whose gradient is not finite, of the number of steps, of the
+            tensors, of `sample`, and of `allocate`; see `StepInput`.
         tensors: tensors of this rank, one for each variable.
         sample: see `StepInput`; empty for none.
-        first_bad: index of the first variable whose gradient is not finite; -1 for none.
+        numbers: index of the first variable whose gradient is not finite, -1 for none; and the number of steps.
         variables: variables of the exchange.
 
     Returns:
@@ -319,15 +325,16 @@ def on_gpu(
         with tf.device(device):
             return tf.raw_ops.Empty(shape=[n], dtype=tf.float32, init=True)
 
-    def work(bad: tf.Tensor, update: tf.Tensor, *sample: tf.Tensor) -> npt.ArrayLike:
-        (result,) = step(int(bad), [update], [s.numpy() for s in sample], zeros)
+    def work(bad: tf.Tensor, count: tf.Tensor, update: tf.Tensor, *sample: tf.Tensor) -> npt.ArrayLike:
+        (result,) = step(int(bad), int(count), [update], [s.numpy() for s in sample], zeros)
         return result
 
     with tf.device(device):
         flat = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], 0)
         # One tensor is copied to the host instead of many.
         joined = [tf.concat(list(sample), 0)] if sample else []
-    result = on_device(work, [tf.cast(first_bad, tf.int64), flat, *joined], tf.float32, device)
+    counts = [tf.cast(n, tf.int64) for n in numbers]
+    result = on_device(work, [*counts, flat, *joined], tf.float32, device)
     sizes = [math.prod(tuple(v.shape)) for v in variables]
     with tf.device(device):
         result.set_shape([sum(sizes)])

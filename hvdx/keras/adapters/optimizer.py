@@ -22,6 +22,7 @@ from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.clipping import clip
 from hvdx.keras.adapters.graph import GraphAdapter
 from hvdx.keras.adapters.host import HostAdapter
+from hvdx.keras.adapters.periodic import PeriodicAdapter
 from hvdx.keras.adapters.weights import WeightsAdapter
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import layers_of
@@ -95,6 +96,8 @@ def _make_adapter(
 ) -> Adapter:
     """Make the adapter for a strategy; start the engine if the strategy runs in the graph."""
     kind = _ADAPTERS.get((strategy.runs, strategy.placement))
+    if strategy.may_wait and kind is HostAdapter:
+        kind = PeriodicAdapter
     if kind is None or (strategy.schedule != EACH_STEP and kind is not AveragingAdapter):
         raise ConfigError(
             f"strategy {strategy!r}: expected (runs, placement) to be one of {sorted(_ADAPTERS)}, and a schedule only "

@@ -88,11 +88,23 @@ class WeightsAdapter(HostAdapter):
         if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
             # Ranks compare samples of different steps, so their elements are the same in all steps.
             sample = second_moments.sample(optimizer, gradients, variables, moves=False)
-        pulled = self._call([*before, *variables], self._first_bad, variables, _step, dtype, sample=sample)
+        pulled = self._call([*before, *variables], self._first_bad, variables, dtype, sample=sample)
         for variable, value in zip(variables, pulled, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
         with tf.control_dependencies(pulled), tf.device("CPU:0"):
             begun.assign(True)
+
+    def _take(self, exchange: HostExchange, step_input: StepInput) -> Sequence[npt.ArrayLike]:
+        """Push and pull weights.
+
+        Args:
+            exchange: exchange of the weights.
+            step_input: weights before the step, or empty arrays if the exchange is open; then weights after the step.
+        """
+        count = len(step_input.tensors) // 2
+        if not exchange.is_open:
+            exchange.begin([np.asarray(t) for t in step_input.tensors[:count]])
+        return exchange.take(replace(step_input, tensors=step_input.tensors[count:]))
 
     def begin_epoch(self) -> None:
         """Begin the session of the only list of variables, so that no rank waits for the first step of rank 0.
@@ -238,19 +250,6 @@ class WeightsAdapter(HostAdapter):
 def _make_flag() -> tf.Variable:
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.Variable(False, trainable=False)
-
-
-def _step(exchange: HostExchange, step_input: StepInput) -> Sequence[npt.ArrayLike]:
-    """Push and pull weights.
-
-    Args:
-        exchange: exchange of the weights.
-        step_input: weights before the step, or empty arrays if the exchange is open; then the weights after the step.
-    """
-    count = len(step_input.tensors) // 2
-    if not exchange.is_open:
-        exchange.begin([np.asarray(t) for t in step_input.tensors[:count]])
-    return exchange.take(replace(step_input, tensors=step_input.tensors[count:]))
 
 
 def _initialized(variables: Sequence[Variable]) -> bool:

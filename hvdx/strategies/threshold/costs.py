@@ -7,6 +7,7 @@ from hvdx.costs.sizes import message_bytes
 from hvdx.costs.types import Codec, Machine, Prediction
 from hvdx.strategies.threshold.density import STARVED, affordable_density, budget_with
 from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.period import period_for
 from hvdx.strategies.threshold.shards import OWNER_DENSITY, owner_density
 
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is
@@ -94,10 +95,10 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     def cost(density: float) -> float:
         return sum(within.values()) + sum(exchange_costs(between, density, kind)[0].values())
 
-    density = options.target_density
+    density, budget, fixed = options.target_density, options.overhead * situation.computing, cost(_NEXT_TO_NOTHING)
+    period = options.period if isinstance(options.period, int) else period_for(fixed, budget)
     if isinstance(density, str):
-        limit = budget_with(cost(_NEXT_TO_NOTHING), options.overhead * situation.computing)
-        density = affordable_density(cost, limit)
+        density = affordable_density(cost, budget_with(fixed, budget * period))
     density = float(density)
     exchange, sent = exchange_costs(between, density, kind)
     coding = {name: exchange.pop(name) for name in ("encoding", "decoding")}
@@ -110,6 +111,8 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
         "copying": situation.passes(8),
     }
     terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
+    # The times of several steps differ less between workers than those of one step.
+    terms = {name: value / (period**0.5 if name == "waiting" else period) for name, value in terms.items()}
     others = between.workers - 1
     message = message_bytes(count, density)
     buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + between.workers * message}
@@ -126,7 +129,10 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
         # The update in shared memory.
         buffers["buffers"] += 4.0 * situation.elements
         note += f", {per_host} workers of a host added up"
-    made = situation.prediction(terms, sent, buffers, note=note)
+    if period > 1:
+        buffers["before the period"] = 4.0 * situation.elements
+        note += f", every {period} steps"
+    made = situation.prediction(terms, sent / period, buffers, period=period, note=note)
     if options.target_density == "auto" and others and density <= STARVED:
         # At so low a density an element waits for thousands of steps.
         return replace(made, starved=True, note=f"{made.note}, starved")

@@ -7,6 +7,7 @@ import numpy as np
 
 from hvdx.costs.sizes import message_bytes
 from hvdx.costs.types import Link
+from hvdx.strategies.threshold.period import PeriodControl
 
 #: Range of automatic densities. Below 1e-4 an element would wait for thousands of steps in the residual.
 MIN_DENSITY, MAX_DENSITY = 1e-4, 1 / 8
@@ -53,9 +54,10 @@ class DensityControl:
         network: result of `hvdx.costs.link.probe`, for the first review only.
         messages: number of messages of whole updates that a rank receives in a step.
         elements: number of elements of an update.
+        longest: largest number of steps between two exchanges; 1 to exchange in every step.
 
     Attributes:
-        density: density of the next step.
+        density: density of the next exchange.
 
     Example:
         >>> control = DensityControl(0.1, Link(1e-4, 12.5e6), 1, 1_000_000)
@@ -65,8 +67,8 @@ class DensityControl:
         True
     """
 
-    def __init__(self, overhead: float, network: Link, messages: float, elements: int):
-        self.density = INITIAL_DENSITY
+    def __init__(self, overhead: float, network: Link, messages: float, elements: int, longest: int = 1):
+        self.density, self._period = INITIAL_DENSITY, PeriodControl(longest)
         self._overhead, self._network, self._messages, self._elements = overhead, network, messages, elements
         self._computing: list[float] = []
         self._costs: list[Sequence[float]] = []
@@ -79,24 +81,31 @@ class DensityControl:
         self._slope = 0.0
         self._too_high = self._too_low = 0
 
-    def restore(self, density: float) -> None:
-        """Begin with a density, before the first step."""
-        self.density = density
+    @property
+    def period(self) -> int:
+        """Number of steps until the next exchange."""
+        return self._period.period
+
+    def restore(self, density: float, period: int = 1) -> None:
+        """Begin with a density and a period, before the first step."""
+        self.density, self._period.period = density, period
 
     def observe(self, computing: float, costs: Sequence[float], overhead: float | None = None) -> None:
-        """Add one step, and change `density` if a review is due.
+        """Add one exchange, and change `density` or `period` if a review is due.
 
         Args:
-            computing: seconds of computing in the step.
-            costs: seconds that the exchange of the step took on each rank.
-            overhead: budget in this step, if it is not the usual one.
+            computing: seconds of computing since the exchange before.
+            costs: seconds that the exchange took on each rank.
+            overhead: budget of this exchange, if it is not the usual one.
         """
         overhead = overhead or self._overhead
         self._steps += 1
         self._computing = [*self._computing, computing][-4 * _WINDOW :]
         if self._steps == _PROBED:
             # The computing time is that of the last step: none was measured before the first one.
-            self.density = min(self.density, affordable_density(self._transfer, overhead * computing))
+            if self._period.guess(self._network.latency, overhead * computing):
+                self._computing = []
+            self.density = min(self.density, affordable_density(self._transfer, overhead * computing * self.period))
         if self._left_out:
             self._left_out -= 1
             return
@@ -117,6 +126,11 @@ class DensityControl:
         if self._taken_back(cost):
             return
         self._learn_fixed(cost)
+        if self._period.review(self._fixed or (cost if self.density == MIN_DENSITY else 0.0), budget):
+            # Another period has another computing time, and so another budget.
+            self._computing, self._left_out = [], _LEFT_OUT
+            self._too_high = self._too_low = 0
+            return
         budget = budget_with(self._fixed, budget)
         self._too_high = self._too_high + 1 if cost > _HIGH * budget else 0
         self._too_low = self._too_low + 1 if cost < _LOW * budget else 0

@@ -21,6 +21,7 @@ from hvdx.strategies.threshold.density import INITIAL_DENSITY, STARVED, DensityC
 from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample
 from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.period import MAX_PERIOD
 from hvdx.strategies.threshold.warmup import START
 
 _log = Log(__name__)
@@ -141,12 +142,19 @@ class ThresholdEncoder(Encoder):
         Args:
             network, messages, elements: see `DensityControl`.
         """
-        self._control = DensityControl(self.options.overhead, network, messages, elements)
+        longest = MAX_PERIOD if self.options.period == "auto" else 1
+        self._control = DensityControl(self.options.overhead, network, messages, elements, longest)
 
     def _make_codec(self, density: float | None) -> codecs.Threshold:
         return self.options.make_codec(density, self._threads, self._kind, self._order.shard_size)
 
     # -- a step -------------------------------------------------------------------------------------------------------
+
+    @property
+    def period(self) -> int:
+        if isinstance(self.options.period, int):
+            return self.options.period
+        return 1 if self._control is None else self._control.period
 
     def _codec_of(self, step: int) -> codecs.Threshold:
         """Return the codec of a step, the same on all ranks."""
@@ -167,7 +175,8 @@ class ThresholdEncoder(Encoder):
         self._warmup = self.options.start.for_optimizer(bool(step_input.sample), extrapolates)
         codec = self._codec_of(step)
         start = self._warmup.steps if self._warmup.kind == "lookahead" else 0
-        lookahead = self._lookahead.at(step, codec.target_density, start)
+        # An element waits for exchanges, and an update of several steps is as many times as large.
+        lookahead = self._lookahead.at(step, codec.target_density, start) / step_input.steps
         # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
         # previous update need not be stored.
         try:
@@ -276,7 +285,7 @@ class ThresholdEncoder(Encoder):
             codec |= {"codec.residual": self.read_residual()}
             codec |= {"codec.lengths": np.array([self._n] * (self._n > 0), np.int64)}
         noise = {"noise": self.noise.state.copy()} if self.noise.state[0] else {}
-        return codec | {"density": np.array(density)} | noise
+        return codec | {"density": np.array(density), "period": np.array(self.period)} | noise
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         if "density" not in state:
@@ -290,4 +299,5 @@ class ThresholdEncoder(Encoder):
         self.noise.state[:] = state.get("noise", 0.0)
         if self._control is not None:
             self._density = float(state["density"])
-            self._control.restore(self._density)
+            # Checkpoints from before there was a period have none.
+            self._control.restore(self._density, int(state.get("period", 1)))

@@ -124,6 +124,10 @@ class HostsExchange(HostExchange):
         return Link(int(measured[:, 0].max()) / 1e9, float(measured[:, 1].min()))
 
     @property
+    def period(self) -> int:  # type: ignore[override]
+        return self.inner.period
+
+    @property
     def telemetry(self) -> Telemetry:
         """Counters of the exchange between hosts; `sent` and `received` count bytes between hosts."""
         return self.inner.telemetry
@@ -149,7 +153,7 @@ class HostsExchange(HostExchange):
         finite = self._add_up(tensors, self._piece)
         faulty, fault = (_NOBODY, "") if finite else self._find_fault(tensors)
         seconds += clock.now() - begin
-        sent = inner.prepare(StepInput(self._piece_views, sample=sample, computing=step_input.computing))
+        sent = inner.prepare(replace(step_input, tensors=self._piece_views, finite=True, blamed="", sample=sample))
         inner.add_exchange_time(seconds)
         if not sent.is_fine:
             faulty = self._position

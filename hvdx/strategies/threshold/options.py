@@ -23,6 +23,7 @@ class Options:
     start: Warmup
     asynchronous: bool
     overhead: float
+    period: int | str
     exchange: str
     local: str
     index_coding: Literal["rice", "none"]

@@ -96,7 +96,7 @@ class Threshold(Strategy):
     """
 
     name = "threshold"
-    own_spelling = frozenset({"max_staleness"})
+    own_spelling = frozenset({"max_staleness", "period"})
     runs = "host"
     target_density: float | str | None
     exchange: str
@@ -107,6 +107,7 @@ class Threshold(Strategy):
         self,
         tau: float | None = None,
         target_density: float | Literal["auto"] | None = None,
+        period: int | Literal["auto"] = "auto",
         placement: Placement = "update",
         lookahead: float | None = None,
         second_moments: SecondMoments = "mean",
@@ -152,10 +153,18 @@ class Threshold(Strategy):
         self.local = local
         self.start = _warmup(self.warmup, tau)
         self.max_staleness = _max_staleness(max_staleness)
+        self.period = _period(period)
         self.asynchronous = self.max_staleness != 0
         if self.asynchronous:
             self._refuse_synchronous_options()
             self.placement = "weights"
+        chosen = self.period == "auto" and target_density == "auto"
+        self.may_wait = self.placement == "update" and (chosen or self.period not in ("auto", 1))
+        if self.period not in ("auto", 1) and not self.may_wait:
+            raise ConfigError(
+                f"threshold: period={self.period}: expected 1 with placement='gradient' and with max_staleness='inf'. "
+                "Leave period out."
+            )
         if tau is not None and target_density is not None:
             raise ConfigError(
                 "threshold: both tau and target_density are given. Give one: a density finds its own tau."
@@ -188,6 +197,7 @@ class Threshold(Strategy):
             start=self.start,
             asynchronous=self.asynchronous,
             overhead=self.overhead,
+            period=self.period if self.may_wait else 1,
             exchange=self.exchange,
             local=self.local,
             index_coding=self.index_coding,
@@ -276,6 +286,13 @@ class Threshold(Strategy):
         defaults = super()._defaults() | ({"target_density": "auto"} if self.tau is None else {})
         # `max_staleness` sets the placement.
         return defaults | ({"placement": self.placement} if self.asynchronous else {})
+
+
+def _period(value: object) -> int | str:
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number == "auto" or (isinstance(number, int) and not isinstance(number, bool) and number >= 1):
+        return number
+    raise ConfigError(f"threshold: period: expected a positive number of steps or 'auto', got {value!r}.")
 
 
 def _max_staleness(value: object) -> int | str:

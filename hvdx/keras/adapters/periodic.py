@@ -1,0 +1,205 @@
+"""Adapter for strategies on the host in which each rank may take several steps alone between two exchanges."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from hvdx.comm import Comm
+from hvdx.comm.host_graph import on_host, wait_for
+from hvdx.keras.adapters import second_moments
+from hvdx.keras.adapters.base import device_of
+from hvdx.keras.adapters.host import HostAdapter
+from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.types import Variable
+from hvdx.keras.weight_parts import part_of
+from hvdx.strategies import HostExchange, StepInput, Strategy
+from hvdx.strategies.base import agree_on_steps
+
+
+class PeriodicAdapter(HostAdapter):
+    """Adapter that exchanges what a rank has added to its weights in a period, whose length the exchange chooses.
+
+    In a period of one step the update of the step is exchanged, as by `HostAdapter`. In a longer one each rank's
+    optimiser changes its own weights. At the end all ranks continue with the weights from before the period and the
+    combined change, so their weights are the same after each exchange.
+
+    Args:
+        strategy, comm, optimizer, name, gain: see `HostAdapter`.
+    """
+
+    def __init__(
+        self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
+        super().__init__(strategy, comm, optimizer, name, gain)
+        # Periods by the `id` of each variable, as open exchanges.
+        self._periods: dict[tuple[int, ...], _Period] = {}
+
+    def apply(
+        self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
+    ) -> None:
+        """Take the optimiser's step; exchange its updates, or at the end of a longer period the sum of them."""
+        if any(part_of(v) is not None for v in variables):
+            super().apply(optimizer, step, variables)
+            return
+        period, gradients = self._period_of(variables), self._gradients
+
+        def together() -> tf.Tensor:
+            self._gradients = gradients
+            super(PeriodicAdapter, self).apply(optimizer, step, variables)
+            period.restart(self._wanted(variables))
+            return tf.constant(True)
+
+        def alone() -> tf.Tensor:
+            period.begin()
+            step()
+            period.count(self._first_bad)
+            sample: Sequence[tf.Tensor] = ()
+            if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
+                sample = second_moments.sample(optimizer, gradients, variables)
+            return tf.cond(period.is_over, lambda: self._end(period, sample), lambda: tf.constant(False))
+
+        tf.cond(period.length <= 1, together, alone)
+        self._gradients = []
+
+    def _end(self, period: "_Period", sample: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Exchange the changes of a period, and begin another one."""
+        changes, variables = period.changes(), period.variables
+        combined = self._call(
+            changes, period.first_bad, variables, copy_results=False, sample=sample, steps=period.since
+        )
+        # The next step of the exchange overwrites the arrays of these tensors.
+        wait_for(period.advance(combined))
+        period.restart(self._wanted(variables))
+        return tf.constant(True)
+
+    def _take(self, exchange: HostExchange, step_input: StepInput) -> Sequence[npt.ArrayLike]:
+        result = super()._take(exchange, step_input)
+        for period in self._periods.values():
+            if self._open.get(period.key, (None,))[0] is exchange:
+                period.sample = step_input.sample or ()
+        return result
+
+    def _wanted(self, variables: Sequence[Variable]) -> tf.Tensor:
+        """Return the length of the next period, which the last exchange has chosen."""
+        key = tuple(id(v) for v in variables)
+        periods = self._open  # without a reference to this adapter
+        (length,) = on_host(lambda: [np.int64(periods[key][0].period)], [], [tf.int64])
+        length.set_shape(())
+        return length
+
+    def _period_of(self, variables: Sequence[Variable]) -> "_Period":
+        key = tuple(id(v) for v in variables)
+        if key not in self._periods:
+            with tf.init_scope():
+                self._periods[key] = _Period(variables)
+        return self._periods[key]
+
+    def rank_local_variables(self, now: bool = True) -> list[Variable]:
+        """Return the optimiser's state, and in mid-period the weights."""
+        apart = [v for p in self._periods.values() if int(p.since.numpy()) for v in p.variables] if now else []
+        return super().rank_local_variables(now) + apart
+
+    def flush(self) -> None:
+        """End the periods of all lists of variables.
+
+        Raises:
+            ReplicaError: on all ranks, if they have taken different numbers of steps.
+        """
+        for period in self._periods.values():
+            if agree_on_steps(int(period.since.numpy()), "the last exchange", self.comm):
+                self._end(period, [tf.convert_to_tensor(s) for s in period.sample])
+
+    def drain(self) -> None:
+        """End the periods: a checkpoint holds the weights of all ranks."""
+        self.flush()
+
+    def renew(self) -> None:
+        for period in self._periods.values():
+            period.restart(period.length)
+
+    def reopen(self, variables: Sequence[Variable]) -> None:
+        self.renew()
+        super().reopen(variables)
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        super().load_state_dict(state)
+        exchange, variables = self._latest()
+        assert exchange is not None
+        self._period_of(variables).length.assign(exchange.period)
+
+
+class _Period:
+    """Steps since the last exchange of some variables.
+
+    Args:
+        variables: the variables.
+
+    Attributes:
+        length: int64 variable, number of steps of the period.
+        since: int64 variable, number of steps taken.
+        first_bad: int32 variable, index of the first variable whose gradient was not finite; -1 if all were.
+        sample: sample of the gradients in the last exchange.
+    """
+
+    def __init__(self, variables: Sequence[Variable]):
+        self.variables = list(variables)
+        self.key = tuple(id(v) for v in variables)
+        with tf.device("CPU:0"):
+            self.length = tf.Variable(1, dtype=tf.int64, trainable=False)
+            self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.first_bad = tf.Variable(-1, dtype=tf.int32, trainable=False)
+        self.sample: Sequence[np.ndarray] = ()
+        # Weights at the begin of the period. They take no memory before the first period of several steps.
+        self._base = [_empty(v) for v in variables]
+
+    def begin(self) -> None:
+        """In the first step of the period, keep the weights."""
+
+        def keep() -> tf.Tensor:
+            for base, variable in zip(self._base, self.variables, strict=True):
+                base.assign(tf.convert_to_tensor(variable))
+            return tf.constant(True)
+
+        tf.cond(tf.equal(self.since, 0), keep, lambda: tf.constant(False))
+
+    def count(self, first_bad: int | tf.Tensor) -> None:
+        """Count a step."""
+        with tf.device("CPU:0"):
+            self.since.assign_add(1)
+            self.first_bad.assign(tf.where(self.first_bad < 0, tf.cast(first_bad, tf.int32), self.first_bad))
+
+    @property
+    def is_over(self) -> tf.Tensor:
+        """Whether the period has all its steps."""
+        return self.since >= self.length
+
+    def changes(self) -> list[tf.Tensor]:
+        """Return what this rank has added to each weight."""
+        return [
+            tf.convert_to_tensor(v) - tf.ensure_shape(tf.convert_to_tensor(base), v.shape)
+            for v, base in zip(self.variables, self._base, strict=True)
+        ]
+
+    def advance(self, combined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Set the weights to those at the begin plus a change, and return tensors that are computed after that."""
+        done = []
+        for variable, base, change in zip(self.variables, self._base, combined, strict=True):
+            target = variable.value if isinstance(variable, KerasVariable) else variable
+            begun = tf.ensure_shape(tf.convert_to_tensor(base), variable.shape)
+            done.append(target.assign(begun + tf.cast(change, begun.dtype)))
+        return done
+
+    def restart(self, length: tf.Tensor) -> None:
+        """Begin another period of some steps."""
+        with tf.device("CPU:0"):
+            self.length.assign(length)
+            self.since.assign(0)
+            self.first_bad.assign(-1)
+
+
+def _empty(variable: Variable) -> tf.Variable:
+    with tf.device(device_of(variable) or "CPU:0"):
+        return tf.Variable(tf.zeros([0], variable.dtype), shape=tf.TensorShape(None), trainable=False)

@@ -1,0 +1,134 @@
+"""Periods of several steps between two exchanges, on virtual ranks: threads of this process, without a launcher."""
+
+# Tests: hvdx/keras/adapters/periodic.py
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdx
+from hvdx.errors import ReplicaError
+from hvdx.keras.adapters.optimizer import attach
+from hvdx.keras.adapters.periodic import PeriodicAdapter
+from tests.ranks.test_contract import Mean, MeanExchange
+from tests.strategies.virtual import on_all
+
+
+class EveryThird(Mean):
+    """Mean of the changes of three steps."""
+
+    may_wait = True
+
+    def __init__(self):
+        super().__init__("update")
+
+    def open(self, comm, specs, momentum=0.0, name=""):
+        exchange = MeanExchange(comm, specs)
+        exchange.period = 3
+        return exchange
+
+
+def steps_of(comm, strategy, gradients, optimizer=None, flush=True):
+    """Take a step with each gradient of this rank; return the weights after each step and after a flush."""
+    weight = keras.Variable(np.zeros(40, np.float32), name="w")
+    optimizer = optimizer or keras.optimizers.SGD(1.0)
+    adapter = attach(optimizer, strategy, "adapters", comm=comm)
+    assert isinstance(adapter, PeriodicAdapter)
+    weights = []
+    for gradient in gradients[comm.rank]:
+        optimizer.apply([tf.constant(gradient, tf.float32)], [weight])
+        weights.append(weight.numpy())
+    if flush:
+        adapter.flush()
+        weights.append(weight.numpy())
+    return np.array(weights), adapter
+
+
+def constant(*sizes):
+    return [[np.full(40, size) for size in mine] for mine in sizes]
+
+
+def test_weights_are_the_mean_after_the_first_step_and_after_each_period():
+    gradients = constant([1.0] * 6, [3.0] * 6)
+    (first, _), (second, _) = on_all(2, lambda comm: steps_of(comm, EveryThird(), gradients))
+    # The first period has one step, in which the exchange is opened.
+    assert first[:, 0].tolist() == [-2, -3, -4, -8, -9, -10, -12]
+    assert second[:, 0].tolist() == [-2, -5, -8, -8, -11, -14, -12]
+
+
+def test_nan_in_a_period_drops_the_period_on_all_ranks():
+    class Skips(EveryThird):
+        def open(self, comm, specs, momentum=0.0, name=""):
+            exchange = super().open(comm, specs)
+            combine = exchange.combine
+
+            def checked(step_input):
+                bad = comm.any_true(not step_input.finite)
+                found.append((comm.rank, step_input.steps, step_input.blamed))
+                return [0 * r if bad else r for r in combine(step_input)]
+
+            exchange.combine = checked
+            return exchange
+
+    found = []
+    gradients = constant([1.0] * 7, [3.0] * 7)
+    gradients[1][2] = np.full(40, np.nan)
+    for weights, _ in on_all(2, lambda comm: steps_of(comm, Skips(), gradients, flush=False)):
+        assert weights[[0, 3, 6], 0].tolist() == [-2, -2, -8]
+        assert np.isfinite(weights).all()
+    assert [(steps, blamed) for rank, steps, blamed in found if rank == 1] == [(1, ""), (3, "w"), (3, "")]
+
+
+def test_different_numbers_of_steps_are_an_error_on_all_ranks():
+    def run(comm):
+        with pytest.raises(ReplicaError, match=r"\[2, 1\] steps since the last exchange"):
+            steps_of(comm, EveryThird(), constant([1.0] * 3, [1.0] * 2))
+
+    on_all(2, run)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("period", [2, 5])
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.AdamW])
+def test_nothing_is_lost_and_shared_weights_have_equal_bits(size, period, optimizer):
+    """The sum of what all ranks would have added alone is in the weights and in the residuals."""
+    rng = np.random.default_rng(period)
+    gradients = rng.normal(size=(size, 11, 40))
+
+    def run(comm):
+        exact = hvdx.Threshold(target_density=0.1, period=period, second_moments="own", warmup="none")
+        return steps_of(comm, exact, gradients, optimizer(0.1))
+
+    ranks = on_all(size, run)
+    shared = [weights[[0, *range(period, 11, period), -1]] for weights, _ in ranks]
+    for other in shared[1:]:
+        np.testing.assert_array_equal(other, shared[0])
+    assert not np.array_equal(ranks[0][0][1], ranks[1][0][1])
+    if optimizer is keras.optimizers.SGD:
+        residuals = sum(adapter.exchange.residuals[0] for _, adapter in ranks)
+        wanted = -0.1 * gradients.sum(axis=(0, 1))
+        np.testing.assert_allclose(size * shared[0][-1] + residuals, wanted, atol=1e-4)
+
+
+def test_training_goes_on_from_a_checkpoint_in_mid_period_with_the_same_bits():
+    gradients = np.random.default_rng(1).normal(size=(2, 12, 40))
+
+    def run(comm):
+        strategy = hvdx.Threshold(target_density=0.1, period=4)
+        weight, optimizer = keras.Variable(np.zeros(40, np.float32)), keras.optimizers.SGD(0.1)
+        adapter, resumed = attach(optimizer, strategy, "adapters", comm=comm), []
+        for step, gradient in enumerate(gradients[comm.rank]):
+            for w, o in [(weight, optimizer), *resumed]:
+                o.apply([tf.constant(gradient, tf.float32)], [w])
+            if step == 6:  # two steps after an exchange
+                adapter.drain()
+                copy, other = keras.Variable(weight.numpy()), keras.optimizers.SGD(0.1)
+                into = attach(other, strategy, "adapters", comm=comm)
+                into.reopen([copy])
+                into.load_state_dict(adapter.state_dict())
+                resumed.append((copy, other))
+        return weight.numpy(), resumed[0][0].numpy()
+
+    for whole, resumed in on_all(2, run):
+        np.testing.assert_array_equal(whole, resumed)
