@@ -77,7 +77,7 @@ def test_advise_names_the_exchange_and_what_large_figures_rest_on(advise):
     words = ["--bandwidth", "100mbit", *STAND_IN, "write", "100", "20000000"]
     _, text, _, document = advise("-n", "2", *words)
     rows = document["links"][0]["answers"][0]["strategies"]
-    assert next(row["note"] for row in rows if row["strategy"] == "threshold").endswith(", all-gather")
+    assert next(row["note"] for row in rows if row["strategy"] == "threshold").count(", all-gather") == 1
     line = {point["workers"]: point for point in document["links"][0]["line"]}
     assert [line[n]["basis"] for n in (1, 4)] == ["emulated hosts"] * 2
     assert all((line[n]["basis"] == "simulation") == (line[n]["best"] == "threshold") for n in (8, 1024))
@@ -90,7 +90,7 @@ def test_advise_names_the_exchange_and_what_large_figures_rest_on(advise):
 
 
 def test_advise_declines_where_one_worker_is_as_fast(advise):
-    code, text, _, document = advise("--bandwidth", "10mbit", "--latency", "20", *STAND_IN, "write", "0.5", "30000")
+    code, text, _, document = advise("--bandwidth", "10mbit", "--latency", "200", *STAND_IN, "write", "0.5", "30000")
     assert code == 1
     assert "Do not distribute: one worker learns as fast." in text
     assert {a["best"] for a in document["links"][0]["answers"]} == {"one worker"}
@@ -179,9 +179,9 @@ def test_answers_are_sorted_and_the_split_layers_have_no_strategy():
 
 
 def test_starved_threshold_is_no_reason_to_distribute():
-    """Digits at 10 Mbit/s: steps would be fast, but the workers would hardly learn from each other."""
-    digits = script.Training(7e-4, 0.0, 20, (26_122,), batch=64, slots=1.0)
-    found = answer.answer(answer.situation_of(digits, Machine(), Link(1e-4, 1.2e6), 4, 1), "10mbit")
+    """Large tables at 10 Mbit/s: steps would be fast, but the workers would hardly learn from each other."""
+    tables = script.Training(7e-4, 0.0, 20, (26_122_000,), batch=64, slots=1.0)
+    found = answer.answer(answer.situation_of(tables, Machine(), Link(1e-4, 1.2e6), 4, 1), "10mbit")
     assert found.speedup("threshold") > 1.1
     assert found.predictions["threshold"].starved
     assert found.best == answer.ALONE

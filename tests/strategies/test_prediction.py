@@ -56,9 +56,17 @@ def test_threshold_sends_its_density_to_all():
 
 
 def test_fixed_part_above_the_budget_leaves_a_quarter_of_it_for_the_density():
-    found = Threshold(exchange="all_gather").predict(change(workers=2, link=Link(5e-3, 1e7)))
+    situation = change(workers=2, link=Link(5e-3, 1e7))
+    found = Threshold(exchange="all_gather", period=1).predict(situation)
     assert found.terms["latency"] > 0.1 * BASE.computing
     assert found.terms["transfer"] == pytest.approx(0.25 * 0.1 * BASE.computing, rel=0.1)
+    rarely = Threshold(exchange="all_gather").predict(situation)
+    assert rarely.period > 1
+    assert rarely.note.endswith(f"every {rarely.period} steps")
+    assert sum(rarely.terms.values()) < 1.15 * BASE.computing < sum(found.terms.values())
+    fixed = Threshold(exchange="all_gather", target_density=0.01, period=4).predict(situation)
+    each = Threshold(exchange="all_gather", target_density=0.01).predict(situation)
+    assert (each.period, fixed.sent) == (1, each.sent / 4)
 
 
 @pytest.mark.parametrize(("rate", "kind"), [(1e6, "sharded"), (1e12, "all-gather")])

@@ -79,7 +79,7 @@ class PeriodicAdapter(HostAdapter):
         result = super()._take(exchange, step_input)
         for period in self._periods.values():
             if self._open.get(period.key, (None,))[0] is exchange:
-                period.sample = step_input.sample or ()
+                period.remember(step_input.sample or ())
         return result
 
     def _wanted(self, variables: Sequence[Variable]) -> tf.Tensor:
@@ -154,6 +154,10 @@ class _Period:
         self.sample: Sequence[np.ndarray] = ()
         # Weights at the begin of the period. They take no memory before the first period of several steps.
         self._base = [_empty(v) for v in variables]
+
+    def remember(self, sample: Sequence[np.ndarray]) -> None:
+        """Keep the sample of the last exchange, for one at the end of an epoch."""
+        self.sample = [np.array(s) for s in sample]
 
     def begin(self) -> None:
         """In the first step of the period, keep the weights."""

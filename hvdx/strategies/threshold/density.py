@@ -88,7 +88,8 @@ class DensityControl:
 
     def restore(self, density: float, period: int = 1) -> None:
         """Begin with a density and a period, before the first step."""
-        self.density, self._period.period = density, period
+        self.density = density
+        self._period.restore(period)
 
     def observe(self, computing: float, costs: Sequence[float], overhead: float | None = None) -> None:
         """Add one exchange, and change `density` or `period` if a review is due.

@@ -285,7 +285,8 @@ class ThresholdEncoder(Encoder):
             codec |= {"codec.residual": self.read_residual()}
             codec |= {"codec.lengths": np.array([self._n] * (self._n > 0), np.int64)}
         noise = {"noise": self.noise.state.copy()} if self.noise.state[0] else {}
-        return codec | {"density": np.array(density), "period": np.array(self.period)} | noise
+        period = {"period": np.array(self.period)} if self.options.period == "auto" else {}
+        return codec | {"density": np.array(density)} | period | noise
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         if "density" not in state:
@@ -299,5 +300,5 @@ class ThresholdEncoder(Encoder):
         self.noise.state[:] = state.get("noise", 0.0)
         if self._control is not None:
             self._density = float(state["density"])
-            # Checkpoints from before there was a period have none.
+            # Old checkpoints have no period.
             self._control.restore(self._density, int(state.get("period", 1)))

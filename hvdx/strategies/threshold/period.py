@@ -46,6 +46,10 @@ class PeriodControl:
         self.period = self._within(fixed / (_AIM * budget) if budget > 0 else 1.0)
         return self.period > 1
 
+    def restore(self, period: int) -> None:
+        """Begin with a period."""
+        self.period = self._within(period)
+
     def review(self, fixed: float, budget: float) -> bool:
         """Return whether the period has changed.
 

@@ -2,7 +2,7 @@
 
 Sources: Strom 2015 ("Scalable distributed DNN training using commodity GPU cloud computing", Interspeech) and
 Deeplearning4j. There is no server: each worker adds up the messages of all workers, its own included, in rank order. So
-the weights are the same on all workers, to the bit.
+the weights are the same on all workers after each exchange, to the bit.
 """
 
 import copy
@@ -49,6 +49,9 @@ class Threshold(Strategy):
             exchange takes the share `overhead` of a step's computing time: encoding, transfer and decoding, as
             measured. It settles in the first 100 steps or after the warm-up, and follows the network and the computing
             time.
+        period: number of steps between two exchanges, in which each rank trains alone. "auto": with an automatic density
+            the shortest period in which latency and other costs that do not depend on the density take half of the
+            budget, at most 32 steps; else 1.
         placement: "update": compress the update that this rank's optimiser computes. "gradient": compress the
             gradients, before the optimiser.
         lookahead: extrapolation of the update u before it is sent: u + lookahead * (u - previous u) is added to the
