@@ -49,7 +49,7 @@ class Threshold(Strategy):
             exchange takes the share `overhead` of a step's computing time: encoding, transfer and decoding, as
             measured. It settles in the first 100 steps or after the warm-up, and follows the network and the computing
             time.
-        period: number of steps between two exchanges, in which each rank trains alone. "auto": with an automatic density
+        period: number of steps between two exchanges, in which a rank trains alone. "auto": with an automatic density
             the shortest period in which latency and other costs that do not depend on the density take half of the
             budget, at most 32 steps; else 1.
         placement: "update": compress the update that this rank's optimiser computes. "gradient": compress the
