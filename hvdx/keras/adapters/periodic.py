@@ -1,21 +1,23 @@
 """Adapter for strategies on the host in which each rank may take several steps alone between two exchanges."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.host_graph import on_host, wait_for
+from hvdx.errors import ConfigError
 from hvdx.keras.adapters import second_moments
-from hvdx.keras.adapters.base import device_of
+from hvdx.keras.adapters.base import apply_constraints, device_of
 from hvdx.keras.adapters.host import HostAdapter
+from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.layers import KerasVariable
 from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import part_of
-from hvdx.strategies import HostExchange, StepInput, Strategy
+from hvdx.strategies import Strategy
 from hvdx.strategies.base import agree_on_steps
 
 
@@ -26,14 +28,27 @@ class PeriodicAdapter(HostAdapter):
     optimiser changes its own weights. At the end all ranks continue with the weights from before the period and the
     combined change, so their weights are the same after each exchange.
 
+    Split layers, and optimisers that average the weights of all steps, have periods of one step.
+
     Args:
         strategy, comm, optimizer, name, gain: see `HostAdapter`.
+
+    Raises:
+        ConfigError: if the strategy has a fixed period, and the optimiser averages the weights.
     """
 
     def __init__(
         self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
     ):
         super().__init__(strategy, comm, optimizer, name, gain)
+        inner = innermost(optimizer)
+        # The averages of ranks that have weights of their own would differ.
+        self._each_step = bool(inner.use_ema)
+        if self._each_step and getattr(strategy, "period", "auto") != "auto":
+            raise ConfigError(
+                f"optimizer {inner.name}: use_ema averages the weights of all steps, which are equal on all ranks only "
+                "after each exchange. Leave period out, or use period=1."
+            )
         # Periods by the `id` of each variable, as open exchanges.
         self._periods: dict[tuple[int, ...], _Period] = {}
 
@@ -41,7 +56,7 @@ class PeriodicAdapter(HostAdapter):
         self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
     ) -> None:
         """Take the optimiser's step; exchange its updates, or at the end of a longer period the sum of them."""
-        if any(part_of(v) is not None for v in variables):
+        if self._each_step or any(part_of(v) is not None for v in variables):
             super().apply(optimizer, step, variables)
             return
         period, gradients = self._period_of(variables), self._gradients
@@ -59,6 +74,7 @@ class PeriodicAdapter(HostAdapter):
             sample: Sequence[tf.Tensor] = ()
             if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
                 sample = second_moments.sample(optimizer, gradients, variables)
+            period.samples = [s.shape[0] for s in sample]
             return tf.cond(period.is_over, lambda: self._end(period, sample), lambda: tf.constant(False))
 
         tf.cond(period.length <= 1, together, alone)
@@ -75,18 +91,16 @@ class PeriodicAdapter(HostAdapter):
         period.restart(self._wanted(variables))
         return tf.constant(True)
 
-    def _take(self, exchange: HostExchange, step_input: StepInput) -> Sequence[npt.ArrayLike]:
-        result = super()._take(exchange, step_input)
-        for period in self._periods.values():
-            if self._open.get(period.key, (None,))[0] is exchange:
-                period.remember(step_input.sample or ())
-        return result
-
     def _wanted(self, variables: Sequence[Variable]) -> tf.Tensor:
         """Return the length of the next period, which the last exchange has chosen."""
-        key = tuple(id(v) for v in variables)
-        periods = self._open  # without a reference to this adapter
-        (length,) = on_host(lambda: [np.int64(periods[key][0].period)], [], [tf.int64])
+        # TensorFlow keeps `ask` until the process ends; see `HostAdapter._call`.
+        key, adapter_ref = tuple(id(v) for v in variables), weakref.ref(self)
+
+        def ask() -> list[np.int64]:
+            adapter = adapter_ref()
+            return [np.int64(1 if adapter is None else adapter._open[key][0].period)]
+
+        (length,) = on_host(ask, [], [tf.int64])
         length.set_shape(())
         return length
 
@@ -110,7 +124,9 @@ class PeriodicAdapter(HostAdapter):
         """
         for period in self._periods.values():
             if agree_on_steps(int(period.since.numpy()), "the last exchange", self.comm):
-                self._end(period, [tf.convert_to_tensor(s) for s in period.sample])
+                # Zeros leave the estimate of the noise as it is.
+                self._end(period, [tf.zeros(size) for size in period.samples])
+                apply_constraints(period.variables)
 
     def drain(self) -> None:
         """End the periods: a checkpoint holds the weights of all ranks."""
@@ -141,23 +157,18 @@ class _Period:
         length: int64 variable, number of steps of the period.
         since: int64 variable, number of steps taken.
         first_bad: int32 variable, index of the first variable whose gradient was not finite; -1 if all were.
-        sample: sample of the gradients in the last exchange.
+        samples: number of elements of each array of a sample of gradients, see `StepInput`.
     """
 
     def __init__(self, variables: Sequence[Variable]):
         self.variables = list(variables)
-        self.key = tuple(id(v) for v in variables)
         with tf.device("CPU:0"):
             self.length = tf.Variable(1, dtype=tf.int64, trainable=False)
             self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.first_bad = tf.Variable(-1, dtype=tf.int32, trainable=False)
-        self.sample: Sequence[np.ndarray] = ()
+        self.samples: list[int] = []
         # Weights at the begin of the period. They take no memory before the first period of several steps.
         self._base = [_empty(v) for v in variables]
-
-    def remember(self, sample: Sequence[np.ndarray]) -> None:
-        """Keep the sample of the last exchange, for one at the end of an epoch."""
-        self.sample = [np.array(s) for s in sample]
 
     def begin(self) -> None:
         """In the first step of the period, keep the weights."""

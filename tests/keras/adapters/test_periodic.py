@@ -2,13 +2,16 @@
 
 # Tests: hvdx/keras/adapters/periodic.py
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvdx
-from hvdx.errors import ReplicaError
+from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters.optimizer import attach
 from hvdx.keras.adapters.periodic import PeriodicAdapter
 from tests.ranks.test_contract import Mean, MeanExchange
@@ -78,6 +81,47 @@ def test_nan_in_a_period_drops_the_period_on_all_ranks():
         assert weights[[0, 3, 6], 0].tolist() == [-2, -2, -8]
         assert np.isfinite(weights).all()
     assert [(steps, blamed) for rank, steps, blamed in found if rank == 1] == [(1, ""), (3, "w"), (3, "")]
+
+
+@pytest.mark.parametrize("period", ["auto", 2])
+def test_averages_of_the_weights_need_equal_weights_in_each_step(period):
+    gradients = np.random.default_rng(2).normal(size=(2, 5, 40))
+
+    def run(comm):
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True)
+        if period == 2:
+            with pytest.raises(ConfigError, match="use_ema averages the weights of all steps"):
+                attach(optimizer, hvdx.Threshold(period=2), "adapters", comm=comm)
+            return np.zeros(1)
+        return steps_of(comm, hvdx.Threshold(), gradients, optimizer)[0]
+
+    first, second = on_all(2, run)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_constraints_hold_after_a_flush():
+    def run(comm):
+        weight = keras.Variable(np.ones(40, np.float32))
+        weight.constraint = keras.constraints.MaxNorm(1.0, axis=0)
+        optimizer = keras.optimizers.SGD(0.1)
+        adapter = attach(optimizer, EveryThird(), "adapters", comm=comm)
+        for _ in range(3):
+            optimizer.apply([tf.fill([40], -1.0 - comm.rank)], [weight])
+        adapter.flush()
+        return np.linalg.norm(weight.numpy())
+
+    for norm in on_all(2, run):
+        assert norm <= 1.0 + 1e-6
+
+
+def test_adapter_is_freed_with_its_optimizer():
+    def run(comm):
+        _, adapter = steps_of(comm, hvdx.Threshold(target_density=0.1, period=2), constant([1.0] * 4, [2.0] * 4))
+        return weakref.ref(adapter)
+
+    refs = on_all(2, run)
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
 
 
 def test_different_numbers_of_steps_are_an_error_on_all_ranks():
