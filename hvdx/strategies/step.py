@@ -7,7 +7,7 @@ another exchange. If one rank has NaN, all ranks skip the step, and their residu
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -119,7 +119,7 @@ class Encoder(abc.ABC):
 
     @abc.abstractmethod
     def silent(self, step: int) -> Encoded:
-        """Return an empty message for a step in which this rank's tensors do not count."""
+        """Return an empty message for a step in which this rank's tensors could not be encoded."""
 
     @abc.abstractmethod
     def roll_back(self, encoded: Encoded) -> None:
@@ -193,7 +193,6 @@ class Outgoing:
         encoded: the encoded tensors.
         status: status of this rank, see `hvdx.strategies.host`.
         computing, cost: seconds of computing in this step, and seconds that the previous exchange cost.
-        active_ranks: number of ranks whose messages count; they are the lowest ranks.
         step: number of the step, from 0.
         sample: elements of this rank's gradients, float[n]; None if they are not compared.
     """
@@ -202,7 +201,6 @@ class Outgoing:
     status: int
     computing: float
     cost: float
-    active_ranks: int
     step: int
     sample: np.ndarray | None = None
 
@@ -292,14 +290,12 @@ class EncodedStep(Prepared):
     Attributes:
         exchange: exchange that encoded the step.
         encoded: the encoded tensors.
-        active_ranks: number of ranks whose messages count.
         number: number of the step, from 0.
         computing, cost: see `Outgoing`.
     """
 
     exchange: "MessageExchange"
     encoded: Encoded
-    active_ranks: int
     number: int
     computing: float
     cost: float
@@ -316,7 +312,6 @@ class MessageExchange(HostExchange):
         specs: the tensors.
         encoder: what a rank sends, and keeps.
         route: how messages travel.
-        active_ranks: function from the number of a step to the number of ranks whose messages count; all by default.
         ranks_per_message: number of ranks whose tensors each message holds.
         results: arrays to which results are written, contiguous float32 arrays of the host with as many elements
             together as the tensors; then the arrays that a step returns, and `result`, are undefined.
@@ -332,7 +327,6 @@ class MessageExchange(HostExchange):
         specs: Sequence[TensorSpec],
         encoder: Encoder,
         route: Route,
-        active_ranks: Callable[[int], int] | None = None,
         ranks_per_message: int = 1,
         results: Sequence[np.ndarray] | None = None,
         network: Link | None = None,
@@ -340,7 +334,7 @@ class MessageExchange(HostExchange):
         super().__init__(specs, Telemetry())
         self.encoder, self.route, self._device = encoder, route, encoder.device
         self._rank, self._size, self._per_message = comm.rank, comm.size, ranks_per_message
-        self._active_ranks, self.network = active_ranks or (lambda step: comm.size), network
+        self.network = network
         self._world_ranks = comm.world_ranks
         # Result of a step.
         self._flat: Any = aligned(self._n if self._device is None else 0)
@@ -369,9 +363,8 @@ class MessageExchange(HostExchange):
         cost_before, self._cost = self._cost, 0.0
         if step_input.computing is not None:
             self._computing = step_input.computing
-        active_ranks = self._active_ranks(self._step)
-        status, encoded = self._timed("encoding", lambda: self._encode(step_input, active_ranks))
-        return EncodedStep(self, step_input, status, encoded, active_ranks, self._step, self._computing, cost_before)
+        status, encoded = self._timed("encoding", lambda: self._encode(step_input))
+        return EncodedStep(self, step_input, status, encoded, self._step, self._computing, cost_before)
 
     def deliver(self, step: EncodedStep) -> "Sequence[Array]":
         """Exchange an encoded step; see `Prepared.deliver`."""
@@ -384,11 +377,8 @@ class MessageExchange(HostExchange):
         self._step += step.step_input.steps
         return result
 
-    def _encode(self, step_input: StepInput, active_ranks: int) -> tuple[int, Encoded]:
+    def _encode(self, step_input: StepInput) -> tuple[int, Encoded]:
         """Return the status of this rank and its encoded tensors."""
-        if self._rank >= active_ranks:
-            # This rank's message does not count, so its NaN does not count either.
-            return FINE, self.encoder.silent(self._step)
         tensors = step_input.tensors if self._device is None else [self._device.view(t) for t in step_input.tensors]
         try:
             encoded = self.encoder.encode(replace(step_input, tensors=tensors), self._step)
@@ -405,7 +395,7 @@ class MessageExchange(HostExchange):
         flat = np.concatenate([np.ravel(s) for s in sample]) if sample else None
         if self._size * self._per_message == 1:
             flat = None
-        return Outgoing(step.encoded, step.status, step.computing, step.cost, step.active_ranks, step.number, flat)
+        return Outgoing(step.encoded, step.status, step.computing, step.cost, step.number, flat)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -442,7 +432,7 @@ class MessageExchange(HostExchange):
             self._out = [(step.step_input.allocate or self._device.zeros)(self._n)]
             self._flat = self._device.view(self._out[0])
         if arrived is not None:
-            ranks = step.active_ranks * self._per_message
+            ranks = self._size * self._per_message
             scale = 1.0 / ranks * self.encoder.correction(ranks)
             with self._naming():
                 arrived.add_to(self._results if on_host else [self._flat], scale, on_host)

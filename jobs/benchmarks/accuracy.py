@@ -54,7 +54,6 @@ STRATEGIES = {
     "1.4e-3": "threshold:target_density=0.0014",
     "1e-2, warm-up density": "threshold:target_density=0.0085,warmup=density:200",
     "1.4e-3, warm-up density": "threshold:target_density=0.0011,warmup=density:100",
-    "1e-2, warm-up workers": "threshold:target_density=0.01,warmup=workers:200",
     "1e-2, no lookahead": "threshold:target_density=0.01,lookahead=0",
     "1e-2, own second moments": "threshold:target_density=0.01,second_moments=own",
     "3e-2, sharded": "threshold:target_density=0.03,exchange=sharded",

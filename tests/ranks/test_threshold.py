@@ -31,7 +31,6 @@ STRATEGIES = [
     "threshold:target_density=0.05,exchange=sharded",
     "threshold:target_density=0.05,index_coding=none",
     "threshold:target_density=0.05,period=3",
-    "threshold:target_density=0.05,warmup=workers:4",
     "threshold:target_density=0.02,warmup=density:6,exchange=sharded",
     "auto",
 ]

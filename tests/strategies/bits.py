@@ -32,12 +32,10 @@ THRESHOLD = {
     "density": DENSE,
     "gradient": DENSE | {"placement": "gradient"},
     "falling": DENSE | {"warmup": "density:30"},
-    "workers": DENSE | {"warmup": "workers:20"},
     "sharded": SHARDED,
     "sharded, fixed tau": {"tau": 0.03, "exchange": "sharded", "index_coding": "none"},
-    "sharded, workers": SHARDED | {"warmup": "workers:20"},
 }
-HOSTS = ("density", "workers", "sharded")
+HOSTS = ("density", "sharded")
 STALE = {"stale": {}, "stale, fixed tau": {"target_density": None, "tau": 0.03}}
 SERVERS = {
     "servers": {},

@@ -96,10 +96,8 @@ def given(value=1.0, finite=True, sample=None):
     return StepInput([np.ones(2, np.float32), np.float32(value)], finite, sample=sample)
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks"), [({}, 4), ({"active_ranks": lambda step: 2}, 2), ({"ranks_per_message": 2}, 8)]
-)
-def test_result_is_the_sum_over_the_ranks_that_count_times_the_correction(options, ranks):
+@pytest.mark.parametrize(("options", "ranks"), [({}, 4), ({"ranks_per_message": 2}, 8)])
+def test_result_is_the_mean_over_the_ranks_times_the_correction(options, ranks):
     encoder, route = Notes(), Fixed()
     step = exchange(encoder, route, **options)
     result = step.combine(given(sample=[np.ones(2), np.zeros(1)]))
@@ -128,13 +126,6 @@ def test_step_is_skipped_on_all_ranks_if_one_is_not_fine(others, value, finite, 
     assert [call for call in encoder.seen if isinstance(call, str)] == seen
     assert (step.telemetry.skipped, step.steps) == (1, 1)
     assert ("rank 6, step 1: b" in capfd.readouterr().err) == (status == REFUSED)
-
-
-def test_rank_that_does_not_count_is_silent_and_its_nan_too():
-    encoder, route = Notes(), Fixed()
-    exchange(encoder, route, active_ranks=lambda step: 1).combine(given(np.nan, finite=False))
-    assert encoder.seen[0] == "silent"
-    assert route.outgoing[0].status == FINE
 
 
 def test_damaged_message_is_that_of_a_rank_of_the_world():

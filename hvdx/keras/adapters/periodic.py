@@ -74,7 +74,7 @@ class PeriodicAdapter(HostAdapter):
             sample: Sequence[tf.Tensor] = ()
             if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
                 sample = second_moments.sample(optimizer, gradients, variables)
-            period.samples = [s.shape[0] for s in sample]
+            period.expect(sample)
             return tf.cond(period.is_over, lambda: self._end(period, sample), lambda: tf.constant(False))
 
         tf.cond(period.length <= 1, together, alone)
@@ -169,6 +169,10 @@ class _Period:
         self.samples: list[int] = []
         # Weights at the begin of the period. They take no memory before the first period of several steps.
         self._base = [_empty(v) for v in variables]
+
+    def expect(self, sample: Sequence[tf.Tensor]) -> None:
+        """Record the sizes of the sample of a step that is traced."""
+        self.samples = [s.shape[0] for s in sample]
 
     def begin(self) -> None:
         """In the first step of the period, keep the weights."""

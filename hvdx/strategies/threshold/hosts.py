@@ -164,10 +164,7 @@ class HostsExchange(HostExchange):
         sent = replace(sent, computing=computing, cost=cost)
         blaming = statuses.headers[:, 0].tolist()
         failed = {*np.flatnonzero(arrived.headers[:, 0]).tolist(), *blaming} - {_NOBODY}
-        if self._host >= sent.active_ranks:
-            # The updates of this host do not count, so its NaN does not count either.
-            failed = set()
-        elif fault and blaming.index(faulty) == self._position:
+        if fault and blaming.index(faulty) == self._position:
             where = f"rank {self._world_ranks[faulty]}, step {sent.number + 1}"
             _log.warning(f"{where}: {fault}: NaN or infinity in the update")
         step = _HostStep(self, step_input, sent.status, sent, bool(failed))

@@ -1,7 +1,6 @@
 """Opening of the exchanges of `Threshold`: the choice of their kind, and the parts of which each is composed."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
@@ -123,7 +122,6 @@ def open_messages(
         specs,
         encoder,
         route,
-        active_ranks=partial(options.start.active_ranks, size=comm.size),
         ranks_per_message=ranks_per_message,
         results=results,
         network=network,

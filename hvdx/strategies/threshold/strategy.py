@@ -64,9 +64,8 @@ class Threshold(Strategy):
             nor with placement="gradient".
         warmup: "none", "lookahead:600" (the lookahead rises to 2 / sqrt(density), and falls to the usual one until step
             600), "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the budget falls
-            from ten times `overhead` to it), "workers:200" (1, 2, 4, ... workers count). "auto": "lookahead:600" for
-            the optimisers that `second_moments` corrects ("density:200" without momentum, and with `lookahead` or
-            `max_staleness`), unless tau is fixed; else "none".
+            from ten times `overhead` to it). "auto": "lookahead:600" for the optimisers that `second_moments` corrects
+            ("density:200" without momentum, and with `lookahead` or `max_staleness`), unless tau is fixed; else "none".
         max_staleness: with 0 all workers take each step together. With "inf" nobody waits until the end of an epoch:
             each worker applies messages as they come, in the same order on all workers, and a fast worker takes more of
             the steps of an epoch.
@@ -82,17 +81,17 @@ class Threshold(Strategy):
             host; "auto" for "cuda" if the variables are on a GPU and numba-cuda is installed. The weights are the same,
             to the bit.
         local: use of hosts with several ranks. "dense": the ranks of a host add up their updates in memory, and the sum
-            travels as a message, in one piece for each of these ranks. `tau` then applies to the sums of hosts,
-            `warmup="workers"` counts hosts, and updates are encoded on the CPU. Each host needs as many ranks.
-            "none": every rank sends messages to all. "auto": "dense" if each of at least two hosts has the same number
-            of ranks above one, and updates are not encoded on a GPU; else "none".
+            travels as a message, in one piece for each of these ranks. `tau` then applies to the sums of hosts, and
+            updates are encoded on the CPU. Each host needs as many ranks. "none": every rank sends messages to all.
+            "auto": "dense" if each of at least two hosts has the same number of ranks above one, and updates are not
+            encoded on a GPU; else "none".
 
     Raises:
         ConfigError: if an option is unknown or has a wrong value.
 
     Example:
-        >>> Threshold(target_density=0.03, warmup="workers:50")
-        Threshold(target_density=0.03, warmup='workers:50')
+        >>> Threshold(target_density=0.03, warmup="density:50")
+        Threshold(target_density=0.03, warmup='density:50')
 
     Source: Strom 2015; the update is compressed after the optimiser as in Deep Gradient Compression (Lin et al. 2018,
     "momentum correction"). An entry carries the whole multiple of tau that the element holds; Strom sends one tau.
@@ -179,7 +178,6 @@ class Threshold(Strategy):
         """Refuse options that need steps which all workers take together."""
         refused = {
             "placement='gradient'": self.placement == "gradient",
-            f"warmup={self.warmup!r}": self.start.kind == "workers",
             "device='cuda'": self.device == "cuda",
             "exchange='sharded'": self.exchange == "sharded",
             "local='dense'": self.local == "dense",

@@ -5,9 +5,9 @@ from typing import Literal
 
 from hvdx.errors import ConfigError
 
-Kind = Literal["auto", "none", "lookahead", "density", "workers"]
+Kind = Literal["auto", "none", "lookahead", "density"]
 #: Steps of a warm-up, if none are given.
-DEFAULT_STEPS = {"lookahead": 600, "density": 200, "workers": 200}
+DEFAULT_STEPS = {"lookahead": 600, "density": 200}
 #: Density in the first step of a density warm-up.
 START = 1 / 8
 # Multiple of the overhead that an exchange may take in the first step of a density warm-up.
@@ -21,7 +21,6 @@ class Warmup:
     Attributes:
         kind: "density": the density falls from 1/8 to its target, by the same factor in every step (Lin et al. 2018,
             "Deep Gradient Compression", lower it every epoch).
-            "workers": the updates of 1, 2, 4, ... workers count, and those of the others are dropped (Strom 2015).
             "lookahead": updates are extrapolated further; see `hvdx.strategies.threshold.lookahead`. It is for
             optimisers that divide by second moments: with others a training may diverge.
             "none": no warm-up. "auto": for an optimiser that divides by second moments "lookahead", or "density" if it
@@ -80,18 +79,6 @@ class Warmup:
             return target
         return START * (target / START) ** (step / self.steps)
 
-    def active_ranks(self, step: int, size: int) -> int:
-        """Return the number of workers whose updates count in a step: those of the lowest ranks.
-
-        Example:
-            >>> [Warmup("workers", 6).active_ranks(step, 4) for step in range(0, 8)]
-            [1, 1, 1, 2, 2, 2, 4, 4]
-        """
-        if self.kind != "workers" or step >= self.steps:
-            return size
-        stages = (size - 1).bit_length()
-        return min(2 ** (step * stages // self.steps), size)
-
     def __str__(self) -> str:
         return self.kind if self.kind in ("auto", "none") else f"{self.kind}:{self.steps}"
 
@@ -100,8 +87,8 @@ def parse(text: str) -> Warmup:
     """Parse a warm-up.
 
     Args:
-        text: "auto", "none", or "lookahead", "density" or "workers", with or without ":steps". Without them, that of
-            "lookahead" takes 600 steps, and the others 200.
+        text: "auto", "none", or "lookahead" or "density", with or without ":steps". Without them, that of "lookahead"
+            takes 600 steps, and that of "density" 200.
 
     Raises:
         ConfigError: if the text is anything else.
@@ -116,6 +103,11 @@ def parse(text: str) -> Warmup:
         return Warmup()
     if text == "auto":
         return Warmup("auto")
+    if kind == "workers":
+        raise ConfigError(
+            "threshold: warmup='workers' was removed: it dropped the updates of most workers, and no training was "
+            "better with it. Leave warmup out, or use 'density:200'."
+        )
     if not right:
         raise ConfigError(
             f"threshold: warmup: expected 'auto', 'none', or {', '.join(map(repr, DEFAULT_STEPS))}, with or without "

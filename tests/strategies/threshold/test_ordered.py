@@ -376,7 +376,6 @@ def test_restored_residuals_are_sent():
         ({"max_staleness": 4}, "expected 0 or 'inf', got 4. A bound between them was removed"),
         ({"max_staleness": True}, "expected 0 or 'inf'"),
         ({"max_staleness": "inf", "placement": "gradient"}, "placement='gradient'"),
-        ({"max_staleness": "inf", "warmup": "workers:20"}, "warmup='workers:20'"),
         ({"max_staleness": "inf", "device": "cuda"}, "device='cuda'"),
         ({"max_staleness": "inf", "exchange": "sharded"}, "exchange='sharded'"),
     ],

@@ -24,12 +24,10 @@ OPTIONS = {
     "gradient": {"target_density": 0.05, "placement": "gradient"},
     "no lookahead": {"target_density": 0.05, "lookahead": 0},
     "falling": {"target_density": 0.05, "warmup": "density:6"},
-    "workers": {"target_density": 0.05, "warmup": "workers:6"},
     "sharded": {"target_density": 0.05, "exchange": "sharded"},
     "sharded, auto": {"exchange": "sharded"},
     "sharded, fixed tau": {"tau": 0.01, "exchange": "sharded"},
     "sharded, plain indices": {"tau": 0.01, "exchange": "sharded", "index_coding": "none"},
-    "sharded, workers": {"target_density": 0.05, "exchange": "sharded", "warmup": "workers:6"},
 }
 
 
@@ -64,7 +62,7 @@ def test_all_ranks_get_the_same_bits(name, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", [n for n in OPTIONS if "workers" not in n])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_updates_and_residuals_keep_their_sum(name, size):
     """Applied updates and residuals add up to the sum of all updates."""
     everyone = on_all(size, steps_of(Threshold(**OPTIONS[name]), 12))
@@ -239,18 +237,6 @@ def test_updates_of_zeros_are_accepted():
         assert not flat(everyone[1][1].residuals).any()
 
 
-def test_inactive_workers_do_not_count():
-    """Their NaN does not count either, and their updates are not kept in the residual."""
-    run = steps_of(
-        Threshold(tau=2.0**-20, warmup="workers:4", lookahead=0), 4, finite=lambda rank, step: (rank, step) != (1, 0)
-    )
-    (first, _), (second, inactive) = on_all(2, run)
-    assert inactive.telemetry.skipped == 0
-    np.testing.assert_allclose(first[0], flat(update(0, 0)), atol=2.0**-19)
-    assert first[0].tobytes() == second[0].tobytes()
-    np.testing.assert_allclose(np.sum(first[:2], axis=0), flat(update(0, 0)) + flat(update(0, 1)), atol=2.0**-19)
-
-
 @pytest.mark.parametrize("name", ["density", "fixed tau", "falling", "sharded"])
 def test_restored_exchange_continues_bit_for_bit(name):
     straight, stopped = restarted(Threshold(**OPTIONS[name]))
@@ -374,8 +360,9 @@ def test_telemetry_counts_messages_and_headers():
         ({"lookahead": -1}, "from 0 to 1000"),
         ({"lookahead": 1, "placement": "gradient"}, "updates only"),
         ({"overhead": 0}, "share of a step"),
-        ({"warmup": "slowly"}, "'lookahead', 'density', 'workers'"),
-        ({"warmup": "density:0"}, "'lookahead', 'density', 'workers'"),
+        ({"warmup": "slowly"}, "'lookahead', 'density'"),
+        ({"warmup": "density:0"}, "'lookahead', 'density'"),
+        ({"warmup": "workers:20"}, "'workers' was removed"),
         ({"warmup": "density:10", "tau": 0.1}, "tau is fixed"),
         ({"index_coding": "golomb"}, "index_coding"),
         ({"threads": 0}, "threads"),

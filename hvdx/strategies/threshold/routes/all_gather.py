@@ -62,7 +62,7 @@ class AllGatherRoute(Route):
             received=sum(m.size for m in received.messages) - message.size + others * size,
             sample=GatheredSample(more.view(np.float16), self._per_message) if more.size else None,
             codec=outgoing.encoded.codec,
-            messages=received.messages[: outgoing.active_ranks],
+            messages=received.messages,
         )
 
     def restore(self, state: "Mapping[str, np.ndarray]") -> "Mapping[str, np.ndarray]":

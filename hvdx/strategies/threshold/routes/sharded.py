@@ -167,7 +167,7 @@ class ShardedRoute(Route):
         """Return the messages of all owners; if one cannot encode its sum, with its status."""
         got = self._channel.all_to_all(to_owners, sizes.tolist())
         codec = self._owner_codec(self._density)
-        work.timed("decoding", lambda: codec.decode_sum(got[: outgoing.active_ranks], [self._sum]))
+        work.timed("decoding", lambda: codec.decode_sum(got, [self._sum]))
         status, message = 0, np.zeros(0, np.uint8)
         lookahead = self._lookahead if outgoing.sample is not None else 0.0
         try:
