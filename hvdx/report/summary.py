@@ -72,6 +72,7 @@ def costs(counters: Counters) -> list[Row]:
         steps, phases = cost.steps, ("computing", "encoding", "waiting", "exchanging", "decoding")
         rows += [
             ("density, tau, at the end", f"{cost.density:.2g}, {cost.tau:.3g}"),
+            *([("steps from one exchange to the next, at the end", str(cost.period))] if cost.period > 1 else []),
             ("bits an entry, and their entropy", f"{cost.bits:.2f}, {cost.entropy:.2f}"),
             ("residual, in tau", f"{cost.residual:.2f}"),
             ("float32 bytes / message bytes", f"{4 * cost.elements * steps / max(cost.messages, 1):,.0f}"),

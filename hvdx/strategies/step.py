@@ -464,6 +464,7 @@ class MessageExchange(HostExchange):
             counts.residual = self.encoder.residual_rms()
         computing = float(np.median(arrived.times[:, 0])) / 1e9
         self.encoder.observe_cost(computing, (arrived.times[:, 1] / 1e9).tolist())
+        counts.period = self.encoder.period
         if skipped:
             if step.encoded.message.size:
                 self.encoder.roll_back(step.encoded)

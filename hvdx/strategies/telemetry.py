@@ -30,6 +30,7 @@ class Telemetry:
         density, tau: density and tau of the last step; tau is 0 if none is used.
         residual: root mean square of the residual in units of tau, from the last measurement, which is not taken in
             every step.
+        period: number of steps from the last exchange to the next one.
 
     Example:
         >>> Telemetry(steps=2, sent=10).live()
@@ -55,6 +56,7 @@ class Telemetry:
     density: float = 0.0
     tau: float = 0.0
     residual: float = 0.0
+    period: int = 1
 
     @property
     def bits(self) -> float:
@@ -236,7 +238,7 @@ def merged(costs: Sequence[Telemetry]) -> Telemetry:
     costs = [cost for cost in costs if isinstance(cost, type(largest))]
     added = [f.name for f in fields(largest) if f.name != "servers"]
     total = type(largest)(**{name: sum(getattr(cost, name) for cost in costs) for name in added})
-    of_largest = {"steps", "density", "tau", "residual", "averages", "divergence", "excluded", "servers"}
+    of_largest = {"steps", "density", "tau", "residual", "period", "averages", "divergence", "excluded", "servers"}
     for name in of_largest & set(vars(total)):
         setattr(total, name, getattr(largest, name))
     return total
@@ -250,7 +252,7 @@ def concatenated(first: Telemetry, then: Telemetry) -> Telemetry:
         {'density': 0.0, 'tau': 2.0, 'MB_sent': 6e-06}
     """
     total = Telemetry(**{f.name: getattr(first, f.name) + getattr(then, f.name) for f in fields(Telemetry)})
-    for name in ("density", "tau", "residual"):
+    for name in ("density", "tau", "residual", "period"):
         setattr(total, name, getattr(then, name))
     total.elements = then.elements or first.elements
     return total

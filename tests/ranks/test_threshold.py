@@ -311,7 +311,7 @@ def test_ranks_train_alone_in_a_period_and_not_at_the_end_of_an_epoch(per_execut
     assert_identical(model.weights)
     # Of 8 steps the first one, two periods and the last one are exchanged.
     (cost,) = callback.counters.telemetry
-    assert (cost.steps, cost.encoded) == (8, 4 * cost.elements)
+    assert (cost.steps, cost.encoded, cost.period) == (8, 4 * cost.elements, 3)
 
 
 @pytest.mark.graph
