@@ -98,11 +98,15 @@ class PeriodicAdapter(HostAdapter):
 
         def ask() -> list[np.int64]:
             adapter = adapter_ref()
-            return [np.int64(1 if adapter is None else adapter._open[key][0].period)]
+            return [np.int64(1 if adapter is None else adapter.chosen_period(key))]
 
         (length,) = on_host(ask, [], [tf.int64])
         length.set_shape(())
         return length
+
+    def chosen_period(self, key: tuple[int, ...]) -> int:
+        """Return the length of the next period of some variables, given the `id` of each."""
+        return self._open[key][0].period
 
     def _period_of(self, variables: Sequence[Variable]) -> "_Period":
         key = tuple(id(v) for v in variables)
