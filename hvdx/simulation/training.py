@@ -302,7 +302,7 @@ def _with_updates() -> _Step:
         changes = [c + u for c, u in zip(changes, updates, strict=True)]
         if since >= exchange.period:
             combined = exchange.take(StepInput(changes, steps=since))
-            replica.assign([b + c for b, c in zip(before, combined, strict=False)])  # without a model, no weights
+            replica.assign([b + c for b, c in zip(before, combined, strict=True)])
             since = 0
         mine.count_work()
 

@@ -168,12 +168,22 @@ class HostAdapter(Adapter):
             return
         wanted = updates.updates_of(optimizer, step, variables)
         gradients, self._gradients = self._gradients, []
-        sample: Sequence[tf.Tensor] = ()
-        if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
-            sample = second_moments.sample(optimizer, gradients, variables)
+        sample = self._sample(optimizer, gradients, variables)
         combined = self._call(wanted, self._first_bad, variables, copy_results=False, sample=sample)
         # The next step of the exchange overwrites the arrays of these tensors.
         wait_for(_add(variables, combined))
+
+    def _sample(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Variable],
+        moves: bool = True,
+    ) -> Sequence[tf.Tensor]:
+        """Return `second_moments.sample` of a step if the exchange needs it, else nothing."""
+        if self.strategy.second_moments != "mean" or not second_moments.divides(optimizer):
+            return ()
+        return second_moments.sample(optimizer, gradients, variables, moves)
 
     def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
         return any_rank(self.comm, overflowed)

@@ -10,7 +10,6 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.comm.host_graph import on_host, wait_for
 from hvdx.errors import ConfigError
-from hvdx.keras.adapters import second_moments
 from hvdx.keras.adapters.base import apply_constraints, device_of
 from hvdx.keras.adapters.host import HostAdapter
 from hvdx.keras.optimizer_state import innermost
@@ -71,9 +70,7 @@ class PeriodicAdapter(HostAdapter):
             period.begin()
             step()
             period.count(self._first_bad)
-            sample: Sequence[tf.Tensor] = ()
-            if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
-                sample = second_moments.sample(optimizer, gradients, variables)
+            sample = self._sample(optimizer, gradients, variables)
             period.expect(sample)
             return tf.cond(period.is_over, lambda: self._end(period, sample), lambda: tf.constant(False))
 
@@ -128,7 +125,7 @@ class PeriodicAdapter(HostAdapter):
         """
         for period in self._periods.values():
             if agree_on_steps(int(period.since.numpy()), "the last exchange", self.comm):
-                # Zeros leave the estimate of the noise as it is.
+                # A sample of zeros does not change the estimate of the noise.
                 self._end(period, [tf.zeros(size) for size in period.samples])
                 apply_constraints(period.variables)
 
@@ -196,7 +193,7 @@ class _Period:
 
     @property
     def is_over(self) -> tf.Tensor:
-        """Whether the period has all its steps."""
+        """True if this rank has taken all steps of the period."""
         return self.since >= self.length
 
     def changes(self) -> list[tf.Tensor]:

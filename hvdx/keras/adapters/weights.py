@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras.adapters import second_moments
 from hvdx.keras.adapters.base import apply_constraints, describe
 from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.optimizer_state import innermost, moving_averages
@@ -84,10 +83,8 @@ class WeightsAdapter(HostAdapter):
         with tf.control_dependencies(before):
             step()
         gradients, self._gradients = self._gradients, []
-        sample: Sequence[tf.Tensor] = ()
-        if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
-            # Ranks compare samples of different steps, so their elements are the same in all steps.
-            sample = second_moments.sample(optimizer, gradients, variables, moves=False)
+        # Ranks compare samples of different steps, so their elements are the same in all steps.
+        sample = self._sample(optimizer, gradients, variables, moves=False)
         pulled = self._call([*before, *variables], self._first_bad, variables, dtype, sample=sample)
         for variable, value in zip(variables, pulled, strict=True):
             variable.assign(tf.cast(value, variable.dtype))

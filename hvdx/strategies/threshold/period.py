@@ -40,7 +40,7 @@ class PeriodControl:
         """Choose the first period; return whether it is longer than one step.
 
         Args:
-            fixed: seconds of an exchange that does not depend on the density, so far as they are known.
+            fixed: known seconds of an exchange that do not depend on the density, such as the latency.
             budget: seconds that the exchange of one step may take.
         """
         self.period = self._within(fixed / (_AIM * budget) if budget > 0 else 1.0)
