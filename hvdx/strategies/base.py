@@ -141,6 +141,17 @@ class Strategy(abc.ABC):
         """
         return "cpu"
 
+    def in_each_step(self, why: str) -> "Strategy":
+        """Return this strategy with an exchange in each step.
+
+        Args:
+            why: what needs it, for the error.
+
+        Raises:
+            ConfigError: on all ranks, if the strategy was told to wait for a fixed number of steps.
+        """
+        return self
+
     def with_overhead(self, share: float) -> "Strategy":
         """Return this strategy with a share of its overhead, because an optimiser has several exchanges.
 

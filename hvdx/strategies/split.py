@@ -67,6 +67,7 @@ def open_split(
         ReplicaError: if the ranks were given different strategies.
     """
     _refuse_options(strategy)
+    strategy = strategy.in_each_step("a model with split layers, whose ranks take each step together")
     # The tensors of both exchanges are on the host.
     specs = [replace(s, device="CPU") for s in specs]
     whole, parts = ([i for i, part in enumerate(is_part) if part == which] for which in (False, True))
@@ -111,11 +112,6 @@ def _refuse_options(strategy: Strategy) -> None:
         problem = (
             "device: expected 'auto' or 'cpu' for a model with split layers, whose updates are combined on the host, "
             "got 'cuda'."
-        )
-    elif strategy.may_wait and getattr(strategy, "period", "auto") != "auto":
-        problem = (
-            "period: expected 1 or 'auto' for a model with split layers, whose ranks take each step together, got "
-            f"{getattr(strategy, 'period', '')}."
         )
     elif not isinstance(getattr(strategy, "groups", 1), int):
         problem = (

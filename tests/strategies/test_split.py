@@ -161,6 +161,7 @@ def test_telemetry_counts_steps_once_and_bytes_of_both_exchanges():
         (Threshold(max_staleness="inf"), "it is asynchronous.*split_exchange"),
         (Auto(), "measures whole gradients"),
         (AllReduce(groups=((0,), (1, 2))), "groups: expected a number .* Give groups=1"),
+        (Threshold(period=4), "period=4: expected 1 or 'auto' for a model with split layers"),
         (Threshold(device="cuda"), "device: expected 'auto' or 'cpu' for a model with split layers"),
     ],
 )

@@ -24,7 +24,7 @@ from hvdx.keras.adapters.base import (
     with_values,
 )
 from hvdx.keras.optimizer_state import innermost, slots
-from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import HostExchange, StepInput, Strategy
@@ -373,6 +373,5 @@ def _add(variables: Sequence[Variable], combined: Sequence[tf.Tensor]) -> list[t
     added = []
     for variable, update in zip(variables, combined, strict=True):
         # The sum of a Keras variable and a tensor would be a third array.
-        target = variable.value if isinstance(variable, KerasVariable) else variable
-        added.append(target.assign_add(tf.cast(update, variable.dtype)))
+        added.append(raw_variable(variable).assign_add(tf.cast(update, variable.dtype)))
     return added

@@ -97,7 +97,13 @@ def _make_adapter(
     """Make the adapter for a strategy; start the engine if the strategy runs in the graph."""
     kind = _ADAPTERS.get((strategy.runs, strategy.placement))
     if strategy.may_wait and kind is HostAdapter:
-        kind = PeriodicAdapter
+        if innermost(optimizer).use_ema:
+            # The averages of ranks that have weights of their own would differ.
+            strategy = strategy.in_each_step(
+                f"optimizer {optimizer.name}, whose use_ema averages the weights of all steps"
+            )
+        else:
+            kind = PeriodicAdapter
     if kind is None or (strategy.schedule != EACH_STEP and kind is not AveragingAdapter):
         raise ConfigError(
             f"strategy {strategy!r}: expected (runs, placement) to be one of {sorted(_ADAPTERS)}, and a schedule only "

@@ -9,11 +9,9 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.host_graph import on_host, wait_for
-from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import apply_constraints, device_of
 from hvdx.keras.adapters.host import HostAdapter
-from hvdx.keras.optimizer_state import innermost
-from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import Strategy
@@ -27,27 +25,16 @@ class PeriodicAdapter(HostAdapter):
     optimiser changes its own weights. At the end all ranks continue with the weights from before the period and the
     combined change, so their weights are the same after each exchange.
 
-    Split layers, and optimisers that average the weights of all steps, have periods of one step.
+    Split layers have periods of one step.
 
     Args:
         strategy, comm, optimizer, name, gain: see `HostAdapter`.
-
-    Raises:
-        ConfigError: if the strategy has a fixed period, and the optimiser averages the weights.
     """
 
     def __init__(
         self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
     ):
         super().__init__(strategy, comm, optimizer, name, gain)
-        inner = innermost(optimizer)
-        # The averages of ranks that have weights of their own would differ.
-        self._each_step = bool(inner.use_ema)
-        if self._each_step and getattr(strategy, "period", "auto") != "auto":
-            raise ConfigError(
-                f"optimizer {inner.name}: use_ema averages the weights of all steps, which are equal on all ranks only "
-                "after each exchange. Leave period out, or use period=1."
-            )
         # Periods by the `id` of each variable, as open exchanges.
         self._periods: dict[tuple[int, ...], _Period] = {}
 
@@ -55,7 +42,7 @@ class PeriodicAdapter(HostAdapter):
         self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
     ) -> None:
         """Take the optimiser's step; exchange its updates, or at the end of a longer period the sum of them."""
-        if self._each_step or any(part_of(v) is not None for v in variables):
+        if any(part_of(v) is not None for v in variables):
             super().apply(optimizer, step, variables)
             return
         period, gradients = self._period_of(variables), self._gradients
@@ -207,9 +194,8 @@ class _Period:
         """Set the weights to those at the begin plus a change, and return tensors that are computed after that."""
         done = []
         for variable, base, change in zip(self.variables, self._base, combined, strict=True):
-            target = variable.value if isinstance(variable, KerasVariable) else variable
             begun = tf.ensure_shape(tf.convert_to_tensor(base), variable.shape)
-            done.append(target.assign(begun + tf.cast(change, begun.dtype)))
+            done.append(raw_variable(variable).assign(begun + tf.cast(change, begun.dtype)))
         return done
 
     def restart(self, length: tf.Tensor) -> None:

@@ -13,7 +13,7 @@ from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters.base import apply_constraints, describe
 from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.optimizer_state import innermost, moving_averages
-from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.seams.optimizers import rate_of
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import by_ranks, mark_state
@@ -252,7 +252,7 @@ def _make_flag() -> tf.Variable:
 def _initialized(variables: Sequence[Variable]) -> bool:
     """Return whether variables have values; those of a layer that is built in the traced step get theirs later."""
     with tf.init_scope():
-        return all(bool((v.value if isinstance(v, KerasVariable) else v).is_initialized()) for v in variables)
+        return all(bool(raw_variable(v).is_initialized()) for v in variables)
 
 
 def _dtype(variables: Sequence[Variable]) -> tf.DType:

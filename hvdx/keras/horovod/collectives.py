@@ -13,7 +13,7 @@ from hvdx.keras.fit import replicas
 from hvdx.keras.horovod.api import Average, Compression, Compressor, Operation, Sum, operation, rank, wire
 from hvdx.keras.horovod.process_sets import ProcessSet, comm_of, is_partial, root_in
 from hvdx.keras.joining import join
-from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.types import TensorLike, Variable
 
 
@@ -262,7 +262,7 @@ def _reduction(function: str, average: bool | None, op: Operation | None, compre
 
 
 def _tensor(value: TensorLike) -> tf.Tensor:
-    return tf.convert_to_tensor(value.value if isinstance(value, KerasVariable) else value)
+    return tf.convert_to_tensor(raw_variable(value))
 
 
 def name_of(function: str, *tensors: tf.Tensor) -> str:

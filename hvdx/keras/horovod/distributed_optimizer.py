@@ -18,7 +18,7 @@ from hvdx.keras.horovod.api import Average, Compression, Compressor, Operation, 
 from hvdx.keras.horovod.process_sets import ProcessSet, comm_or_none, is_partial
 from hvdx.keras.joining import join
 from hvdx.keras.optimizer_state import innermost
-from hvdx.keras.seams.layers import KerasVariable
+from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.seams.optimizers import add_local_variables_method, trained_variables
 from hvdx.keras.types import Gradient, Structure, Variable
 from hvdx.strategies import AllReduce, Strategy, agree_on_strategy, resolve
@@ -236,7 +236,7 @@ class DistributedGradientTape:
             Gradients in the structure of `sources`; None for a source without a gradient.
         """
         variables = tf.nest.flatten(sources)
-        plain = tf.nest.map_structure(lambda v: v.value if isinstance(v, KerasVariable) else v, sources)
+        plain = tf.nest.map_structure(raw_variable, sources)
         gradients = tf.nest.flatten(
             self._tape.gradient(target, plain, output_gradients, **options), expand_composites=False
         )

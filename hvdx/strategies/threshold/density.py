@@ -73,6 +73,7 @@ class DensityControl:
         self._computing: list[float] = []
         self._costs: list[Sequence[float]] = []
         self._left_out, self._steps = _FIRST_LEFT_OUT, 0
+        self._restored = False
         self._reviews = 0
         # Last review at another density: (density, cost).
         self._before: tuple[float, float] | None = None
@@ -87,8 +88,8 @@ class DensityControl:
         return self._period.period
 
     def restore(self, density: float, period: int = 1) -> None:
-        """Begin with a density and a period, before the first step."""
-        self.density = density
+        """Begin with a density and a period, before the first step, in place of those that the probe suggests."""
+        self.density, self._restored = density, True
         self._period.restore(period)
 
     def observe(self, computing: float, costs: Sequence[float], overhead: float | None = None) -> None:
@@ -102,7 +103,7 @@ class DensityControl:
         overhead = overhead or self._overhead
         self._steps += 1
         self._computing = [*self._computing, computing][-4 * _WINDOW :]
-        if self._steps == _PROBED:
+        if self._steps == _PROBED and not self._restored:
             # The computing time is that of the last step: none was measured before the first one.
             if self._period.guess(self._network.latency, overhead * computing):
                 self._computing = []

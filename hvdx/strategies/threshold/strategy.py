@@ -265,6 +265,15 @@ class Threshold(Strategy):
             )
         return 1
 
+    def in_each_step(self, why: str) -> "Threshold":
+        if self.period not in ("auto", 1):
+            raise ConfigError.on_all_ranks(
+                f"threshold: period={self.period}: expected 1 or 'auto' for {why}. Leave period out."
+            )
+        other = copy.copy(self)
+        other.may_wait = False
+        return other
+
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
         other.overhead = share * self.overhead
@@ -310,6 +319,6 @@ def _warmup(text: str, tau: float | None) -> warmup.Warmup:
     if start.kind == "density" and tau is not None:
         raise ConfigError(
             "threshold: warmup='density' lowers a density, and tau is fixed. Give target_density instead, or "
-            "warmup='workers'."
+            "warmup='none'."
         )
     return start

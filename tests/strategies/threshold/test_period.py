@@ -50,6 +50,14 @@ def test_latency_of_the_link_makes_the_first_period_long():
     assert densities[-1] > 0.03
 
 
+def test_restored_period_and_density_are_not_guessed_again():
+    control = DensityControl(0.1, Link(2e-5, 1e5), 1, 1_000_000, MAX_PERIOD)
+    control.restore(0.05, period=6)
+    for _ in range(4):
+        control.observe(computing=0.06, costs=[0.001])
+    assert (control.period, control.density) == (6, 0.05)
+
+
 def test_period_is_shortened_if_computing_takes_longer():
     control = PeriodControl(MAX_PERIOD)
     for _ in range(6):
