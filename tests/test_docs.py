@@ -98,6 +98,7 @@ def test_figures_of_scaling_are_in_its_file():
     rows = json.loads((ROOT / "docs" / "benchmarks" / "scaling.json").read_text())["rows"]
     spelled = {
         "one worker": scaling.ALONE,
+        "Horovod's all-reduce": "horovod",
         "AllReduce()": "all-reduce",
         'AllReduce(compression="fp16")': "fp16",
         "ParameterAveraging(10)": "averaging",

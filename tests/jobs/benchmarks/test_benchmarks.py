@@ -3,6 +3,7 @@
 # Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/checkpoint.py
 # Tests: jobs/benchmarks/dense.py
 # Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
+# Tests: jobs/benchmarks/local_steps.py
 # Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
 # Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
 # Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/tcp.py
@@ -32,6 +33,10 @@ BENCHMARKS = {
     "first_step": ("--starts 1", {"GOAL": 100.0}),
     "memory": ("--hidden 4 8", {"STRATEGIES": {"AllReduce": "all_reduce"}}),
     "scaling": ("--models lm --hosts 1,2 --strategies threshold --seeds 1 --most-steps 20 --rates 0.01", {}),
+    "local_steps": (
+        "--workers 2 --steps 4 --batch 2 --rates 0.002",
+        {"SCHEMES": {"all-reduce": "all_reduce:engine=mpi", "SparseLoCo": "sparse_loco"}, "PERIOD": 2},
+    ),
     "predict": ("--again --models mlp --hosts 2 --bandwidth 1gbit", {}),
     "servers": ("--workers 2 --servers 1 --steps 4 --hidden 4", {}),
     "sharded": ("--hosts 2 --steps 3 --hidden 4", {}),
