@@ -13,8 +13,8 @@ DOCS = Path(__file__).resolve().parent
 SCALING_PICTURE = DOCS / "pictures" / "scaling.svg"
 # Titles of the networks in scaling.json, and label and colour of each strategy.
 TITLES = {
-    "cnn": "CNN, SGD with momentum, to an accuracy of 84 %",
-    "mlp": "MLP, SGD with momentum, to an accuracy of 84 %",
+    "cnn": "CNN, SGD, to an accuracy of 84 %",
+    "mlp": "MLP, SGD, to an accuracy of 84 %",
     "lm": "Transformer, AdamW, to a loss of 2.4",
 }
 BARS = {
