@@ -64,6 +64,8 @@ class Reduction:
         predivide: with `average`, divide by this before the sum and by size / predivide after it.
         device: device of the dense collectives; "" leaves it to TensorFlow.
         device_sparse: device of the collectives on the rows of `IndexedSlices`; "" leaves it to TensorFlow.
+        sizes: elements of each tensor if the last tensors are computed first, as in a backward pass; they may then be
+            sent while the others are computed. () if all tensors are ready at once.
     """
 
     average: bool = True
@@ -73,6 +75,7 @@ class Reduction:
     predivide: float = 1.0
     device: str = ""
     device_sparse: str = ""
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

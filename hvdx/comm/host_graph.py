@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdx.comm import failure
 from hvdx.comm.alignment import is_aligned
 from hvdx.comm.base import BufferFor, Channel, Comm, GraphComm, Mailbox, Reduction, T
+from hvdx.comm.buckets import BucketThread, fill
 from hvdx.comm.dense import DenseSums
 from hvdx.comm.tensors import TensorComm
 from hvdx.errors import ConfigError, HorovodError
@@ -35,6 +36,8 @@ class HostGraphComm(TensorComm):
         self.cross_rank, self.cross_size = comm.cross_rank, comm.cross_size
         self.hosts, self.mesh = comm.hosts, comm.mesh
         self._dense = DenseSums(comm)
+        self._between_hosts = len(set(comm.hosts)) > 1
+        self._behind = BucketThread(self._sums)
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
         return self._comm.all_gather_object(value, what)
@@ -59,6 +62,7 @@ class HostGraphComm(TensorComm):
 
     def close(self) -> None:
         """Close the channels of the all-reduce; the host communicator stays open."""
+        self._behind.close()
         self._dense.close()
 
     def all_reduce(
@@ -83,8 +87,39 @@ class HostGraphComm(TensorComm):
         # faster than NumPy.
         sent = [tf.reshape(_narrow(t / before if before != 1.0 else t, how.wire), [-1]) for t in tensors]
         dtypes = [t.dtype for t in sent]
-        received = on_host(lambda *vectors: self._sums(vectors, after), sent, dtypes, copy_results=False)
+        # Within a host an exchange takes the cores that the rest of the gradients needs.
+        sizes = [n * t.dtype.size for n, t in zip(how.sizes, sent, strict=True)] if self._between_hosts and how.sizes else []
+        buckets = fill(sizes)
+        if len(buckets) > 1:
+            received = in_order(lambda: self._sums_behind(sent, buckets, after))
+        else:
+            received = on_host(lambda *vectors: self._sums(vectors, after), sent, dtypes, copy_results=False)
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
+
+    def _sums_behind(self, sent: list[tf.Tensor], buckets: list[list[int]], scale: float) -> list[tf.Tensor]:
+        """Make operations that sum vectors in buckets, in a thread, while the vectors of other buckets are computed."""
+
+        def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
+            def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
+                self._behind.give(number, vectors, scale)
+                return [np.int64(number)]
+
+            return work
+
+        def take(*_: npt.ArrayLike) -> list[np.ndarray]:
+            found = [sums for bucket in self._behind.take(len(buckets)) for sums in bucket]
+            return [found[position] for position in positions]
+
+        positions = np.argsort([i for bucket in buckets for i in bucket]).tolist()
+        # TensorFlow runs stateful operations one after another in program order, so those before `give`, such as the
+        # adapter's clock, would delay it. A stateless one could be called while the graph is optimised if all its
+        # inputs were constants, or left out if nobody read its result.
+        now = _sequence().read_value()
+        given = [
+            _call(give(number), [now, *(sent[i] for i in bucket)], [tf.int64], stateful=False)[0]
+            for number, bucket in enumerate(buckets)
+        ]
+        return _call(take, given, [t.dtype for t in sent], copy_results=False)
 
     def _sums(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
         """Sum vectors over the ranks, with one collective per dtype."""
@@ -146,6 +181,17 @@ def on_host(
         copy_results: copy the results, because `work` may change them later. TensorFlow makes tensors, and even values
             of variables, of aligned arrays without a copy.
     """
+    return in_order(lambda: _call(work, tensors, dtypes, copy_results))
+
+
+def _call(
+    work: Callable[..., Sequence[npt.ArrayLike]],
+    tensors: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType],
+    copy_results: bool = True,
+    stateful: bool = True,
+) -> list[tf.Tensor]:
+    """Call Python code as an operation of the graph, in no order with others; see `on_host`."""
 
     def host(*inputs: npt.ArrayLike) -> Sequence[npt.ArrayLike]:
         try:
@@ -156,7 +202,8 @@ def on_host(
             raise
 
     # Outside a graph `numpy_function` returns a list of one as its only element.
-    return in_order(lambda: tf.nest.flatten(tf.numpy_function(host, list(tensors), list(dtypes))))
+    results: list[tf.Tensor] = tf.nest.flatten(tf.numpy_function(host, list(tensors), list(dtypes), stateful))
+    return results
 
 
 def _copied(result: npt.ArrayLike) -> npt.ArrayLike:

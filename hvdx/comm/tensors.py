@@ -4,6 +4,7 @@ import abc
 import contextlib
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import tensorflow as tf
@@ -22,13 +23,15 @@ class TensorComm(GraphComm):
         if how.sparse == "dense":
             result = [tf.convert_to_tensor(t) if isinstance(t, tf.IndexedSlices) else t for t in result]
         sparse = [i for i, t in enumerate(result) if isinstance(t, tf.IndexedSlices)]
-        for i in sparse:
-            result[i] = self._gather_slices(result[i], how, f"{name}.{i}")
         for k, group in enumerate(_split(len(result), how.groups)):
             members = [i for i in group if i not in sparse]
-            combined = self.reduce_group([result[i] for i in members], how, f"{name}.group{k}") if members else []
+            theirs = replace(how, sizes=tuple(how.sizes[i] for i in members if how.sizes))
+            combined = self.reduce_group([result[i] for i in members], theirs, f"{name}.group{k}") if members else []
             for i, tensor in zip(members, combined, strict=True):
                 result[i] = tensor
+        # The gradient of an embedding is the last that a backward pass computes.
+        for i in sparse:
+            result[i] = self._gather_slices(result[i], how, f"{name}.{i}")
         return result
 
     @abc.abstractmethod
@@ -37,7 +40,7 @@ class TensorComm(GraphComm):
 
         Args:
             tensors: one tensor or more.
-            how: options, of which `average`, `wire`, `predivide` and `device` apply.
+            how: options, of which `average`, `wire`, `predivide`, `device` and `sizes` apply.
             name: name of the collective, the same on all ranks.
         """
 

@@ -110,7 +110,8 @@ class AllReduce(Strategy):
         # The gradients of embeddings are counted as dense.
         payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
         graph = cast(GraphComm, comm)  # strategies in the graph are given one
-        return AllReduceExchange(graph, self._how, name, ring_bytes(payload, comm.size))
+        how = replace(self._how, sizes=tuple(s.elements for s in specs)) if self.groups == 1 else self._how
+        return AllReduceExchange(graph, how, name, ring_bytes(payload, comm.size))
 
 
 class AllReduceExchange(Exchange[Tensor]):
