@@ -1,6 +1,7 @@
 """Communicator for the TensorFlow graph without Horovod: each collective calls Python with arrays on the host."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from hvdx.comm.alignment import is_aligned
 from hvdx.comm.base import BufferFor, Channel, Comm, GraphComm, Mailbox, Reduction, T
 from hvdx.comm.buckets import BucketThread, fill
 from hvdx.comm.dense import DenseSums
+from hvdx.comm.launcher import usable_cores
 from hvdx.comm.tensors import TensorComm
 from hvdx.errors import ConfigError, HorovodError
 
@@ -36,7 +38,9 @@ class HostGraphComm(TensorComm):
         self.cross_rank, self.cross_size = comm.cross_rank, comm.cross_size
         self.hosts, self.mesh = comm.hosts, comm.mesh
         self._dense = DenseSums(comm)
-        self._between_hosts = len(set(comm.hosts)) > 1
+        # Within a host, an exchange takes the cores that compute the other gradients.
+        alone = comm.any_true(_operations_at_once() == 1)
+        self._overlaps = len(set(comm.hosts)) > 1 and not alone
         self._behind = BucketThread(self._sums)
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
@@ -87,9 +91,8 @@ class HostGraphComm(TensorComm):
         # faster than NumPy.
         sent = [tf.reshape(_narrow(t / before if before != 1.0 else t, how.wire), [-1]) for t in tensors]
         dtypes = [t.dtype for t in sent]
-        # Within a host an exchange takes the cores that the rest of the gradients needs.
-        sizes = [n * t.dtype.size for n, t in zip(how.sizes, sent, strict=True)] if self._between_hosts and how.sizes else []
-        buckets = fill(sizes)
+        sizes = zip(how.sizes, sent, strict=True) if self._overlaps and how.sizes else ()
+        buckets = fill([elements * t.dtype.size for elements, t in sizes])
         if len(buckets) > 1:
             received = in_order(lambda: self._sums_behind(sent, buckets, after))
         else:
@@ -159,6 +162,12 @@ def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     with tf.device("CPU:0"):
         cast: np.ndarray = tf.cast(values, dtype).numpy()
     return cast
+
+
+def _operations_at_once() -> int:
+    """Return the number of operations that TensorFlow runs at once. With 1, it calls Python after the last gradient."""
+    chosen = tf.config.threading.get_inter_op_parallelism_threads()
+    return int(chosen or os.environ.get("TF_NUM_INTEROP_THREADS") or usable_cores())
 
 
 def prepare() -> None:

@@ -97,7 +97,7 @@ def place(comm: Comm) -> None:
     """
     if comm.size == 1:
         return
-    threads = _set_threads(comm.local_size, between_hosts=comm.cross_size > 1)
+    threads = _set_threads(comm.local_size)
     mine = {name: os.environ[name] for name in _GPU_VARIABLES if name in os.environ}
     ranks = [(socket.gethostname(), comm.local_size, mine)] * comm.local_size
     if not isinstance(comm, GraphComm):  # An all-gather by Horovod would start TensorFlow before its GPU is chosen.
@@ -123,13 +123,8 @@ def _describe_ranks(comm: Comm, sizes: list[int]) -> str:
     return f"{comm.size} workers on {comm.cross_size} hosts ({each}){by}"
 
 
-def _set_threads(ranks: int, between_hosts: bool) -> str:
-    """Give TensorFlow this rank's share of the cores; return the number of threads and its source, in words.
-
-    Args:
-        ranks: number of ranks on this host.
-        between_hosts: True if gradients are exchanged between hosts, while others are computed.
-    """
+def _set_threads(ranks: int) -> str:
+    """Give TensorFlow this rank's share of the cores; return the number of threads and its source, in words."""
     share, threading = threads_for(ranks, chosen_by=TENSORFLOW_THREADS), tf.config.threading
     text = f"{share.threads} thread{'s' * (share.threads != 1)}" + f" ({share.source})" * bool(share.source)
     if share.source == TENSORFLOW_THREADS[0]:
@@ -138,15 +133,13 @@ def _set_threads(ranks: int, between_hosts: bool) -> str:
         (threading.get_intra_op_parallelism_threads, threading.set_intra_op_parallelism_threads),
         (threading.get_inter_op_parallelism_threads, threading.set_inter_op_parallelism_threads),
     ]
-    # With one thread between operations, TensorFlow hands over all gradients at the end of the backward pass.
-    numbers = share.threads, max(share.threads, 1 + between_hosts)
     found = [get() for get, _ in setters]
     if found[0]:
         text = f"{found[0]} thread{'s' * (found[0] != 1)} (set by the script)"
     try:
-        for (_, choose), present, number in zip(setters, found, numbers, strict=True):
-            if present == 0:
-                choose(number)
+        for (_, choose), number in zip(setters, found, strict=True):
+            if number == 0:
+                choose(share.threads)
     except RuntimeError:
         return "TensorFlow's own number of threads (it started before hvdx: use `hvdx run`, or call hvdx.init() first)"
     return text

@@ -1,7 +1,7 @@
 """Each benchmark runs at a tiny size. Workers run on this machine, without emulated links."""
 
 # Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/checkpoint.py
-# Tests: jobs/benchmarks/dense.py
+# Tests: jobs/benchmarks/dense.py, jobs/benchmarks/overlap.py
 # Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
 # Tests: jobs/benchmarks/local_steps.py
 # Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
@@ -37,6 +37,7 @@ BENCHMARKS = {
         "--workers 2 --steps 4 --batch 2 --rates 0.002",
         {"SCHEMES": {"all-reduce": "all_reduce:engine=mpi", "SparseLoCo": "sparse_loco"}, "PERIOD": 2},
     ),
+    "overlap": ("--bandwidth 1gbit --width 4 --steps 1", {}),
     "predict": ("--again --models mlp --hosts 2 --bandwidth 1gbit", {}),
     "servers": ("--workers 2 --servers 1 --steps 4 --hidden 4", {}),
     "sharded": ("--hosts 2 --steps 3 --hidden 4", {}),
