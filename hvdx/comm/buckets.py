@@ -8,7 +8,7 @@ import numpy as np
 from hvdx.errors import ExchangeError
 
 # Bytes of the smallest bucket, and the number of buckets of a large model. A bucket takes 0.5 to 1 ms longer than its
-# bytes: its first blocks have to arrive before they are summed. 1 MB takes 8 ms at 1 Gbit/s. Nothing hides the last one.
+# bytes: its first blocks have to arrive before they are summed. 1 MB takes 8 ms at 1 Gbit/s. Nothing hides the last.
 _LEAST_BYTES, _COUNT = 1_000_000, 16
 # Seconds that `close` waits for a sum that has begun.
 _END_SECONDS = 1.0

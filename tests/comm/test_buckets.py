@@ -3,6 +3,7 @@
 # Tests: hvdx/comm/buckets.py
 
 import random
+import time
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,8 @@ from hvdx.comm.base import Reduction
 from hvdx.comm.buckets import BucketThread, fill
 from hvdx.comm.dense import DenseSums
 from hvdx.comm.host_graph import HostGraphComm
+from hvdx.comm.launcher import usable_cores
+from hvdx.comm.local import virtual_world
 from hvdx.errors import ExchangeError
 from tests.comm.test_base import vector
 from tests.strategies.virtual import on_hosts
@@ -108,3 +111,37 @@ def test_tensors_in_buckets_have_the_bits_of_one_collective(wire, monkeypatch):
     finally:
         tf.config.run_functions_eagerly(False)
     assert numbers == {0, 1}
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="TensorFlow runs one operation at once")
+def test_graph_gives_a_bucket_before_the_other_gradients_are_computed(monkeypatch):
+    """Test it after an operation that waits for all gradients, with a gradient that is a constant."""
+    (comm,) = virtual_world(1)
+    comm.hosts = ["a", "b"]
+    graph, order, plain = HostGraphComm(comm), [], BucketThread.give
+
+    def give(thread, number, vectors, scale):
+        order.append(number)
+        plain(thread, number, vectors, scale)
+
+    def late(gradient):
+        time.sleep(0.3)
+        order.append("late")
+        return gradient
+
+    monkeypatch.setattr(BucketThread, "give", give)
+
+    @tf.function
+    def step(x):
+        gradients = [tf.ensure_shape(tf.numpy_function(late, [x], tf.float32, stateful=False), [300_000])]
+        gradients.append(tf.ones([300_000]))
+        with tf.control_dependencies(gradients):
+            now = tf.timestamp()
+        return graph.all_reduce(gradients, Reduction(sizes=(300_000,) * 2), "test"), now
+
+    for value in (3.0, 4.0):
+        order.clear()
+        (first, second), _ = step(tf.fill([300_000], value))
+        assert (first.numpy()[-1], second.numpy()[0]) == (value, 1.0)
+        assert order == [0, "late", 1]
+    graph.close()
