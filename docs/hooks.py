@@ -1,14 +1,17 @@
-"""MkDocs hooks: the site gets a page for each file outside docs/ that a page links to."""
+"""MkDocs hooks: the site gets a page for each file outside docs/ that a page links to, and the tutorial's notebook."""
 
+import json
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+from notebook import notebook_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()[^)#\s:]+")
+NOTEBOOK = "tutorial.ipynb"
 LANGUAGES = {".py": "python", ".sh": "sh", ".toml": "toml", ".json": "json"}
 
 # {page on the site: path in the repository}
@@ -44,7 +47,7 @@ def content_of(path: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add README.md as the first page, and a page for each file outside docs/ that a page links to."""
+    """Add README.md as the first page, and a page for each file outside docs/ that a page links to, and a notebook."""
     _sources.clear()
     _sources.update({file.src_uri: f"docs/{file.src_uri}" for file in files.documentation_pages()})
     waiting = ["README.md", *_sources.values()]
@@ -57,6 +60,8 @@ def on_files(files: Any, config: Any) -> Any:
         if source.endswith(".md"):
             found = (resolve(source, link) for link in LINK.findall((ROOT / source).read_text()))
             waiting += [path for path in found if path and page_of(path) not in files.src_uris]
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text()
+    files.append(File.generated(config, NOTEBOOK, content=json.dumps(notebook_of(tutorial, "train.py"), indent=1)))
     return files
 
 
@@ -69,4 +74,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         path = resolve(source, link[0])
         return posixpath.relpath(page_of(path), posixpath.dirname(here)) if path else link[0]
 
-    return LINK.sub(on_site, markdown)
+    return LINK.sub(on_site, markdown).replace(f"`{NOTEBOOK}`", f"[`{NOTEBOOK}`]({NOTEBOOK})")

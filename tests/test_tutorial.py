@@ -1,6 +1,9 @@
-"""docs/tutorial.md shows a script that trains, stops and resumes as the page says."""
+"""docs/tutorial.md shows a script that trains, stops and resumes as the page says, and so does its notebook."""
 
+import importlib.util
+import json
 import re
+import subprocess
 
 import pytest
 
@@ -11,9 +14,46 @@ LOSSES = r" - loss: ([\d.]+) - .*val_accuracy: ([\d.]+)"
 
 
 @pytest.fixture
-def script(tmp_path):
+def notebook():
+    spec = importlib.util.spec_from_file_location("notebook", ROOT / "docs" / "notebook.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return json.loads(json.dumps(module.notebook_of(PAGE, "train.py")))
+
+
+def cells_of(notebook, header):
+    """Return the code of the cells that begin with a line."""
+    sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [source.removeprefix(f"{header}\n") for source in sources if source.startswith(f"{header}\n")]
+
+
+def blocks_of(language):
+    return [b.rstrip() for b in re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
+
+
+def test_notebook_has_the_code_and_the_text_of_the_page(notebook):
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    for cell in notebook["cells"]:
+        code = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
+        assert set(cell) == {"id", "cell_type", "metadata", "source"} | code
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    (script,) = cells_of(notebook, "%%writefile train.py")
+    assert [script] == blocks_of("python")
+    compile(script, "train.py", "exec")
+    commands = cells_of(notebook, "%%bash")
+    assert commands == blocks_of("sh")
+    for command in commands:
+        assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
+    text = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    headings = [re.findall("^#+ .*", re.sub("(?s)```.*?```", "", page), re.MULTILINE) for page in (text, PAGE)]
+    assert headings[0] == headings[1]
+    assert ".md" not in text
+
+
+@pytest.fixture
+def script(notebook, tmp_path):
     pytest.importorskip("sklearn")
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (code,) = cells_of(notebook, "%%writefile train.py")
     assert len(code.splitlines()) <= 40
     path = tmp_path / "train.py"
     path.write_text(code.replace('"digits.keras"', repr(str(tmp_path / "digits.keras"))))
