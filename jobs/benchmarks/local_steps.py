@@ -1,6 +1,6 @@
 """Steps alone between two exchanges: `Threshold` beside DiLoCo and SparseLoCo, at equal bytes.
 
-    python jobs/benchmarks/local_steps.py --json local_steps.json          4 workers, three rates: a quarter of an hour
+    python jobs/benchmarks/local_steps.py --json local_steps.json          4 workers, four rates: a quarter of an hour
     python jobs/benchmarks/local_steps.py --steps 120 --rates 0.002        a short run
     python jobs/benchmarks/local_steps.py --json local_steps.json --show   the table of the recorded runs
 
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = harness.parser(__doc__)
     add = parser.add_argument
     add("--workers", type=int, default=4, metavar="N", help="workers on this machine")
-    add("--rates", type=harness.several(float), default="0.001,0.002,0.004", metavar="X,...", help="learning rates")
+    add("--rates", type=harness.several(float), default="0.001,0.002,0.004,0.008", metavar="X,...", help="rates")
     add("--steps", type=int, default=600, metavar="N", help="steps of a training")
     add("--batch", type=int, default=8, metavar="N", help="windows of text in a step of a worker")
     add("--seed", type=int, default=0, metavar="N", help="seed of the weights and the batches")
