@@ -28,9 +28,9 @@ def fill(sizes: Sequence[int]) -> list[list[int]]:
         [[3, 2], [1], [0]]
     """
     buckets: list[list[int]] = [[]]
-    own = passed = 0
+    own, passed, total = 0, 0, sum(sizes)
     for index in reversed(range(len(sizes))):
-        if own >= _LEAST_BYTES and _COUNT * passed >= len(buckets) * sum(sizes):
+        if own >= _LEAST_BYTES and _COUNT * passed >= len(buckets) * total:
             buckets.append([])
             own = 0
         buckets[-1].append(index)

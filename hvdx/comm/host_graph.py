@@ -39,8 +39,7 @@ class HostGraphComm(TensorComm):
         self.hosts, self.mesh = comm.hosts, comm.mesh
         self._dense = DenseSums(comm)
         # Within a host, an exchange takes the cores that compute the other gradients.
-        alone = comm.any_true(_operations_at_once() == 1)
-        self._overlaps = len(set(comm.hosts)) > 1 and not alone
+        self._overlaps = len(set(comm.hosts)) > 1 and not comm.any_true(_operations_at_once() == 1)
         self._behind = BucketThread(self._sums)
 
     def all_gather_object(self, value: T, what: str) -> list[T]:

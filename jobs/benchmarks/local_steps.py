@@ -18,6 +18,7 @@ and 14 bits an entry.
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,10 +66,9 @@ class LocalExchange(HostExchange):
         specs: the weights.
     """
 
-    period = PERIOD
-
     def __init__(self, comm: "Comm", specs: "Sequence[TensorSpec]"):
         super().__init__(specs, Telemetry())
+        self.period = PERIOD
         self._channel, self._size = comm.channel("the changes of a period"), comm.size
 
     def combine(self, step_input: StepInput) -> "Sequence[Array]":
@@ -159,7 +159,7 @@ _OWN: dict[str, type[_LocalSteps]] = {kind.name: kind for kind in (DiLoCo, Spars
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing, and print the table; or run one of the workers."""
+    """Run the missing trainings and print the table, or run one worker."""
     parser = harness.parser(__doc__)
     add = parser.add_argument
     add("--workers", type=int, default=4, metavar="N", help="workers on this machine")
@@ -197,20 +197,15 @@ def summary(rows: Sequence[harness.Row]) -> list[harness.Row]:
         for name in dict.fromkeys(row["scheme"] for row in rows)
     ]
     dense = next((row["bytes_per_step"] for row in best if row["scheme"] == "all-reduce"), 0)
-    return [
-        row
-        | {"fewer": dense / row["bytes_per_step"] if row["bytes_per_step"] else None, "half": row["losses"][0]}
-        | {"end": row["losses"][-1]}
-        for row in best
-    ]
+    return [row | {"fewer": dense / row["bytes_per_step"] if row["bytes_per_step"] else None} for row in best]
 
 
 _COLUMNS = [
     ("scheme", lambda row: row["scheme"]),
     harness.figure("rate", "rate", "g"),
     harness.figure("fewer bytes, times", "fewer", ".0f"),
-    harness.figure("loss at half", "half", ".3f"),
-    harness.figure("loss at end", "end", ".3f"),
+    ("loss at half", lambda row: f"{row['losses'][0]:.3f}"),
+    ("loss at end", lambda row: f"{row['losses'][-1]:.3f}"),
 ]
 
 
@@ -232,7 +227,7 @@ def train_once(setting: argparse.Namespace, rate: float) -> harness.Row:
     import hvdx
 
     keras.utils.set_random_seed(setting.seed)
-    task = scaling.Task(0.0, setting.batch, harness.WINDOWS, (), scaling.text)
+    task = replace(scaling.TASKS["lm"], batch=setting.batch)
     at = argparse.Namespace(rate=rate, seed=setting.seed, steps=setting.steps)
     model, data, test = scaling.text(at, task)
     spelling = SCHEMES[setting.scheme]

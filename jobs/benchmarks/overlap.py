@@ -94,7 +94,7 @@ def work(setting: argparse.Namespace) -> harness.Row:
         callbacks.insert(0, hvdx.keras.Distribute(hvdx.AllReduce(engine="mpi", groups=groups)))
     steps = setting.steps + _SETTLING
     rng = np.random.default_rng(0)
-    samples = hvdx.comm.start().size * _BATCH
+    samples = hvdx.size() * _BATCH
     x, y = rng.random((samples, setting.width), np.float32), rng.integers(0, 10, samples)
     data = hvdx.shard((x, y), _BATCH, shuffle=False).repeat()
     model.fit(data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=callbacks)

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 _EVERY = 10
 #: Name of the row without an exchange.
 ALONE = "one worker"
-#: Compared strategies by name. Dense vectors go over MPI but for "horovod", whose thread takes a core that hosts share.
+#: Compared strategies by name. MPI carries all dense vectors except those of "horovod": Horovod's thread takes a core
+#: that the emulated hosts share.
 STRATEGIES = {
     "horovod": "all_reduce:engine=horovod",
     "all-reduce": "all_reduce:engine=mpi",
@@ -89,7 +90,7 @@ class Task:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is missing, and print the tables; or run one of the workers."""
+    """Run the missing trainings and print the tables, or run one worker."""
     parser = harness.parser(__doc__)
     add, words = parser.add_argument, harness.several(str)
     add("--models", type=words, default="mlp,lm", metavar="NAME,...", help=f"networks: {', '.join(TASKS)}")
@@ -136,7 +137,7 @@ def compare(options: argparse.Namespace) -> int:
         launch("none", [_run(name, rate, _TUNING) for name in tuned for rate in rates])
         best = {name: _best(rows, model, hosts, name, rates) for name in tuned}
         for bandwidth in options.bandwidth if hosts > 1 else ["alone"]:
-            chosen = [(name, best.get(name, best.get("all-reduce", rates[0]))) for name in names]
+            chosen = [(name, best[name if name in best else "all-reduce"]) for name in names]
             launch(bandwidth, [_run(name, rate, seed) for name, rate in chosen for seed in range(options.seeds)])
     show(rows)
     return 0

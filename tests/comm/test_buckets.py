@@ -33,10 +33,9 @@ def test_each_vector_is_in_one_bucket_the_last_first(sizes):
 def test_sums_are_exchanged_in_one_order_whatever_the_order_of_arrival():
     summed = []
     thread = BucketThread(lambda vectors, scale: summed.append(float(vectors[0][0])) or [scale * v for v in vectors])
-    for _ in range(3):
+    for seed in range(3):
         summed.clear()
-        order = random.Random(len(summed)).sample(range(8), 8)
-        for number in order:
+        for number in random.Random(seed).sample(range(8), 8):
             thread.give(number, [np.full(1, float(number))], 2.0)
         assert [float(v[0]) for (v,) in thread.take(8)] == [2.0 * n for n in range(8)]
         assert summed == list(range(8))
@@ -82,24 +81,30 @@ def test_ranks_that_give_buckets_in_different_orders_have_the_bits_of_one_sum(ho
         assert parts.tobytes() == whole.tobytes()
 
 
-@pytest.mark.parametrize("wire", ["none", "fp16", "bf16"])
-def test_tensors_in_buckets_have_the_bits_of_one_collective(wire, monkeypatch):
-    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "2")
-    tf.config.run_functions_eagerly(True)
-    shapes, numbers = [(1000, 600), (7,), (600_000,), (50, 40)], set()
-    plain = BucketThread.give
+@pytest.fixture
+def given(monkeypatch):
+    """Numbers of the buckets that have been given, in their order."""
+    numbers, plain = [], BucketThread.give
 
     def give(thread, number, vectors, scale):
-        numbers.add(number)
+        numbers.append(number)
         plain(thread, number, vectors, scale)
 
     monkeypatch.setattr(BucketThread, "give", give)
+    return numbers
+
+
+@pytest.mark.parametrize("wire", ["none", "fp16", "bf16"])
+def test_tensors_in_buckets_have_the_bits_of_one_collective(wire, given, monkeypatch):
+    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "2")
+    tf.config.run_functions_eagerly(True)
+    shapes = [(1000, 600), (7,), (600_000,), (50, 40)]
 
     def run(comm):
         values = np.random.default_rng(comm.rank)
         tensors = [tf.constant(values.normal(size=s), tf.float64 if s == (7,) else tf.float32) for s in shapes]
         sizes, graph = tuple(int(np.prod(s)) for s in shapes), HostGraphComm(comm)
-        hows = [Reduction(wire=wire, predivide=2.0, sizes=given) for given in (sizes, (), sizes)]
+        hows = [Reduction(wire=wire, predivide=2.0, sizes=each) for each in (sizes, (), sizes)]
         found = [[t.numpy() for t in graph.all_reduce(tensors, how, "test")] for how in hows]
         graph.close()
         return found
@@ -111,28 +116,22 @@ def test_tensors_in_buckets_have_the_bits_of_one_collective(wire, monkeypatch):
                 np.testing.assert_array_equal(three, two)
     finally:
         tf.config.run_functions_eagerly(False)
-    assert numbers == {0, 1}
+    assert set(given) == {0, 1}
 
 
 @pytest.mark.skipif(
     int(os.environ.get("TF_NUM_INTEROP_THREADS") or usable_cores()) < 2, reason="TensorFlow runs one operation at once"
 )
-def test_graph_gives_a_bucket_before_the_other_gradients_are_computed(monkeypatch):
+def test_graph_gives_a_bucket_before_the_other_gradients_are_computed(given):
     """Test it after an operation that waits for all gradients, with a gradient that is a constant."""
     (comm,) = virtual_world(1)
     comm.hosts = ["a", "b"]
-    graph, order, plain = HostGraphComm(comm), [], BucketThread.give
-
-    def give(thread, number, vectors, scale):
-        order.append(number)
-        plain(thread, number, vectors, scale)
+    graph = HostGraphComm(comm)
 
     def late(gradient):
         time.sleep(0.3)
-        order.append("late")
+        given.append("late")
         return gradient
-
-    monkeypatch.setattr(BucketThread, "give", give)
 
     @tf.function
     def step(x):
@@ -143,8 +142,8 @@ def test_graph_gives_a_bucket_before_the_other_gradients_are_computed(monkeypatc
         return graph.all_reduce(gradients, Reduction(sizes=(300_000,) * 2), "test"), now
 
     for value in (3.0, 4.0):
-        order.clear()
+        given.clear()
         (first, second), _ = step(tf.fill([300_000], value))
         assert (first.numpy()[-1], second.numpy()[0]) == (value, 1.0)
-        assert order == [0, "late", 1]
+        assert given == [0, "late", 1]
     graph.close()

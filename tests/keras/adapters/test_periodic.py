@@ -37,7 +37,7 @@ def steps_of(comm, strategy, gradients, optimizer=None, flush=True):
     weight = keras.Variable(np.zeros(40, np.float32), name="w")
     optimizer = optimizer or keras.optimizers.SGD(1.0)
     adapter = attach(optimizer, strategy, "adapters", comm=comm)
-    assert isinstance(adapter, PeriodicAdapter) or optimizer.use_ema
+    assert isinstance(adapter, PeriodicAdapter) is not optimizer.use_ema
     weights = []
     for gradient in gradients[comm.rank]:
         optimizer.apply([tf.constant(gradient, tf.float32)], [weight])
