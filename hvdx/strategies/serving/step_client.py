@@ -15,7 +15,8 @@ class StepClient:
         comm: the workers.
         server: rank of the first server.
         steps: steps in an epoch, of all workers together; each worker takes its first step without a request.
-        begun: steps of the first epoch that were taken before this fit.
+        begun: steps of the first epoch that were taken before this fit. If fewer than `comm.size` are left, each worker
+            takes one nevertheless.
 
     Attributes:
         taken: steps of this epoch that workers had taken or begun at this worker's last request.
