@@ -1,12 +1,13 @@
 """Communicators of this process, shared by all modules.
 
 `start` starts MPI, which carries exchanges on the host. Horovod starts with the first exchange inside a TensorFlow
-graph, because its thread polls and takes a large part of a core from the training. If Horovod is not installed, MPI
-also carries tensors.
+graph, because its thread polls and takes a large part of a core from the training. Between hosts, or if Horovod is not
+installed, MPI also carries tensors.
 """
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 
@@ -125,7 +126,7 @@ def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
         return comm
     assert _launch is not None  # a world of one has returned above
     if engine == "auto":
-        engine = _chosen = _chosen or _choose(comm, _horovod_is_installed())
+        engine = _chosen = _chosen or _choose(comm, _horovod_is_installed(), _horovod_uses_nccl)
     if engine not in _graphs:
         group = comm.group if isinstance(comm, mpi.MpiComm) and comm.servers else None
         _graphs[engine] = _horovod(_launch, rarely, group) if engine == "horovod" else _host_graph(comm)
@@ -152,11 +153,20 @@ def graph_of_peers(rarely: bool = False, engine: Engine = "horovod") -> GraphCom
     return _peer_graphs[key]
 
 
-def _choose(comm: Comm, has_horovod: bool) -> Engine:
-    """Choose the engine for "auto": MPI if any rank lacks Horovod, which rank 0 then prints. Collective."""
+def _choose(comm: Comm, has_horovod: bool, uses_nccl: Callable[[], bool]) -> Engine:
+    """Choose the engine for "auto", and print on rank 0 why Horovod is not used. Collective.
+
+    Args:
+        has_horovod: whether Horovod is installed for this rank.
+        uses_nccl: function that loads Horovod and returns whether it sends GPU tensors directly.
+    """
     everyone = comm.all_gather_object(has_horovod, "the choice of an engine")
     if all(everyone):
-        return "horovod"
+        if len(set(comm.hosts)) == 1 or not comm.any_true(not uses_nccl()):
+            return "horovod"
+        if comm.rank == 0:
+            _log.info("MPI exchanges the tensors between hosts, faster than Horovod; engine='horovod' uses Horovod.")
+        return "mpi"
     if comm.rank == 0 and (any(everyone) or _first_time()):
         where = f" on rank {everyone.index(False)}" if any(everyone) else ""
         _log.info(
@@ -176,6 +186,12 @@ def _first_time() -> bool:
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder.
         pass
     return True
+
+
+def _horovod_uses_nccl() -> bool:
+    from hvdx.comm.horovod import load
+
+    return bool(load().nccl_built())
 
 
 def _horovod_is_installed() -> bool:

@@ -29,9 +29,13 @@ _PARTS, _PART = 64, 256
 _SHIFT = 12_352
 
 
-def installed_engine() -> Engine:
-    """Return the library that carries tensors in the graph, if all hosts have the packages of this one."""
-    return "horovod" if importlib.util.find_spec("horovod") else "mpi"
+def engine_for(hosts: int) -> Engine:
+    """Return the library that `engine="auto"` chooses on CPUs, if all hosts have the packages of this one.
+
+    Args:
+        hosts: number of hosts.
+    """
+    return "horovod" if hosts == 1 and importlib.util.find_spec("horovod") else "mpi"
 
 
 def measure_codec(elements: int, threads: int | None = None) -> Codec:

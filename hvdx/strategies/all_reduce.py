@@ -36,7 +36,8 @@ class AllReduce(Strategy):
         device_sparse: device of the collectives of gathered rows.
         engine: "horovod": a ring all-reduce in the TensorFlow graph. "mpi": each rank adds up a part of the gradients
             on the host, in float32 and in rank order, and sends the result to the others; the number of bytes is the
-            same. "auto": Horovod if it is installed on all ranks, else MPI.
+            same. "auto": MPI between hosts, and Horovod within a host or if it was built with NCCL; MPI if a rank
+            lacks Horovod.
 
     Raises:
         ConfigError: if an option is unknown or has a wrong value.

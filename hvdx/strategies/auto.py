@@ -10,7 +10,7 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads, own_cores
 from hvdx.costs.link import probe
-from hvdx.costs.measure import installed_engine, measure_codec
+from hvdx.costs.measure import engine_for, measure_codec
 from hvdx.costs.model import Situation
 from hvdx.costs.sizes import ring_bytes
 from hvdx.costs.types import Codec, Link, Prediction
@@ -74,7 +74,7 @@ class Auto(Strategy):
         chosen = None
         if comm.rank == 0:
             tensors = tuple(spec.elements for e in trials for spec in e.specs)
-            facts: Any = {"engine": installed_engine(), "cores": own_cores(comm.local_size)}
+            facts: Any = {"engine": engine_for(len(set(comm.hosts))), "cores": own_cores(comm.local_size)}
             # The link of all ranks was measured with the messages of all, also of those that share a host.
             situation = Situation(comm.size, tensors, max(everyone), trials[0].network, **facts)
             chosen, reason = self.decide(situation, kernel_threads(comm.local_size))
