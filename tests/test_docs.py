@@ -110,12 +110,21 @@ def test_figures_of_scaling_are_in_its_file():
         for row in scaling.summary(rows, model, bandwidth)
         if row["seconds"] and row["faster"]
     }
-    page = (ROOT / "docs" / "scaling.md").read_text()
+    page, simulated = (ROOT / "docs" / "scaling.md").read_text().split("## To 64 workers")
     shown = [line.split(" | ") for line in page.splitlines() if re.match(r"\| \d \| .*\d \|$", line)]
     assert len(shown) > 15
     for workers, strategy, _, steps, _, _, seconds, _, faster in shown:
         name = spelled[strategy.strip("*`")]
         assert (int(workers[2:]), name, steps, seconds, faster.removesuffix(" |")) in found, (workers, strategy)
+    cases = json.loads((ROOT / "docs" / "benchmarks" / "scaling-simulated.json").read_text())["cases"]
+    drawn = {
+        (case["workers"], f"{1e3 * case['seconds']:.0f}", f"{case['sent'] / 1e3:.0f}", f"{reached:.1f}")
+        for case in cases
+        for reached in [next(seconds for seconds, loss in case["losses"] if loss <= 0.15)]
+    }
+    lines = re.findall(r"^\| (\d+) \| .* \| (\d+) \| (\d+) \| ([\d.]+) \|$", simulated, re.MULTILINE)
+    assert len(lines) > 10
+    assert {(int(workers), *rest) for workers, *rest in lines} <= drawn
     readme = (ROOT / "README.md").read_text()
     best = {f"{float(faster):.1f}" for *_, faster in found}
     for figure in re.findall(r"([\d.]+) (?:times as fast|and [\d.]+ times)", readme):
