@@ -165,8 +165,8 @@ def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _operations_at_once() -> int:
     """Return the number of operations that TensorFlow runs at once. With 1, it calls Python after the last gradient."""
-    chosen = tf.config.threading.get_inter_op_parallelism_threads()
-    return int(chosen or os.environ.get("TF_NUM_INTEROP_THREADS") or usable_cores())
+    chosen, text = tf.config.threading.get_inter_op_parallelism_threads(), os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    return int(chosen) or (int(text) if text.isdecimal() else 0) or usable_cores()
 
 
 def prepare() -> None:
