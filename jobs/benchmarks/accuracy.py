@@ -161,7 +161,8 @@ def images(run: harness.Row) -> Training:
 
     digits = run["model"] == "digits"
     workers, data = run["workers"], load("digits" if digits else "fashion-mnist")
-    network = build(data, *(("mlp", 256) if digits else (run["model"], None)), run["optimizer"], None)
+    model, hidden = ("mlp", 256) if digits else (run["model"], None)
+    network = build(data, model, hidden, run["optimizer"], None)
     shares = [
         iter(hvdx.shard((data.train_x, data.train_y), run["batch"], seed=run["seed"], rank=r, size=workers).repeat())
         for r in range(workers)

@@ -19,8 +19,9 @@ _CHOSEN = {"OMPI_MCA_btl", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_e
 HOSTFILE = {"PBS": "PBS_NODEFILE", "LSF": "LSB_DJOB_HOSTFILE"}
 # Variables that give mpirun other hosts than this one.
 ALLOCATED = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", *HOSTFILE.values())
-# Open MPI's files of parameters below the home folder, and below its own; a distribution moves the second.
-_FILES = ("~/.openmpi/mca-params.conf", "etc/openmpi-mca-params.conf", "/etc/openmpi/openmpi-mca-params.conf")
+# Open MPI's file of parameters below the home folder, and the one below its own, which a distribution moves.
+_USERS_FILE = "~/.openmpi/mca-params.conf"
+_SITES_FILE = {True: Path("/etc/openmpi/openmpi-mca-params.conf"), False: Path("etc/openmpi-mca-params.conf")}
 _DEFAULT_HOSTS = "default_hostfile"
 _ROUTES = Path("/proc/net/route")
 _UP, _GATEWAY = 1, 2
@@ -65,11 +66,14 @@ def is_this_machine(host: str) -> bool:
 
 def _in_files(mpi: Mpi) -> list[str]:
     """Return the parameters that Open MPI's files set, named as its variables."""
-    prefix = Path(mpi.mpirun or "").resolve().parent.parent
+    files = [Path(os.path.expanduser(_USERS_FILE))]
+    if mpi.mpirun:
+        prefix = Path(mpi.mpirun).resolve().parent.parent
+        files.append(prefix / _SITES_FILE[prefix == Path("/usr")])
     found = []
-    for name in _FILES:
+    for file in files:
         try:
-            lines = (prefix / os.path.expanduser(name)).read_text(errors="replace").splitlines()
+            lines = file.read_text(errors="replace").splitlines()
         except OSError:
             continue
         found += [f"OMPI_MCA_{line.partition('=')[0].strip()}" for line in lines if "=" in line]

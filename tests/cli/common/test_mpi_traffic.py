@@ -73,6 +73,14 @@ def test_files_of_parameters_count_as_choices(tmp_path):
     assert traffic_options(own, [], {}) == []
 
 
+def test_file_of_the_distribution_is_that_of_its_own_mpirun(tmp_path, monkeypatch):
+    (tmp_path / "mca.conf").write_text("btl = ^openib\n")
+    monkeypatch.setitem(mpi_traffic._SITES_FILE, True, tmp_path / "mca.conf")
+    for mpirun, options in (("/usr/bin/mpirun", []), (str(tmp_path / "bin" / "mpirun"), ALONE)):
+        own = Mpi("Open MPI", "5.0.11", mpirun=mpirun, launcher_vendor="Open MPI")
+        assert traffic_options(own, [], {}) == options
+
+
 def test_other_vendors_get_no_options():
     assert traffic_options(Mpi("MPICH", "4.2", launcher_vendor="MPICH"), [], {}) == []
 
