@@ -1,4 +1,7 @@
-"""MkDocs hooks: the site gets a page for each file outside docs/ that a page links to, and the tutorial's notebook."""
+"""MkDocs hooks: the site gets a page for each file outside docs/ that a page links to, and the tutorial's notebook.
+
+A picture that has a narrow form, NAME-narrow, is shown in it where a window is narrow.
+"""
 
 import json
 import posixpath
@@ -11,6 +14,9 @@ from notebook import notebook_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()[^)#\s:]+")
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
+# Windows in which the page has room for a picture of 360 pixels, and none for twice that.
+NARROW = "(max-width: 44.9375em)"
 NOTEBOOK = "tutorial.ipynb"
 LANGUAGES = {".py": "python", ".sh": "sh", ".toml": "toml", ".json": "json"}
 
@@ -66,7 +72,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links between files of the repository into links between pages of the site."""
+    """Turn links between files of the repository into links between pages of the site, and give pictures two forms."""
     here = page.file.src_uri
     source = _sources[here]
 
@@ -74,4 +80,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         path = resolve(source, link[0])
         return posixpath.relpath(page_of(path), posixpath.dirname(here)) if path else link[0]
 
-    return LINK.sub(on_site, markdown).replace(f"`{NOTEBOOK}`", f"[`{NOTEBOOK}`]({NOTEBOOK})")
+    def in_two_forms(image: re.Match[str]) -> str:
+        narrow = posixpath.join(posixpath.dirname(here), "{}-narrow{}".format(*posixpath.splitext(image[1])))
+        if files.get_file_from_path(posixpath.normpath(narrow)) is None:
+            return image[0]
+        source = posixpath.relpath(narrow, posixpath.dirname(here))
+        return f'<picture><source media="{NARROW}" srcset="{source}">{image[0]}</picture>'
+
+    return IMAGE.sub(in_two_forms, LINK.sub(on_site, markdown)).replace(f"`{NOTEBOOK}`", f"[`{NOTEBOOK}`]({NOTEBOOK})")

@@ -1,16 +1,26 @@
 """Pictures of the documentation, drawn from the figures in docs/benchmarks and from formulas.
 
+Each picture has a narrow form, NAME-narrow, which the site shows on a phone (docs/hooks.py).
+
 python docs/make_pictures.py
 """
 
 import json
 import math
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
 
 from hvdx.jobs.benchmarks import scaling
 
 DOCS = Path(__file__).resolve().parent
-SCALING_PICTURE = DOCS / "pictures" / "scaling.svg"
+PICTURES = DOCS / "pictures"
+# Ends of the names of the two forms, with their widths in pixels.
+FORMS = {"": 720, "-narrow": 360}
+INK, GREY, PALE = "#1f2933", "#52606d", "#e4e7eb"
+
 # Titles of the networks in scaling.json, and label and colour of each strategy.
 TITLES = {
     "cnn": "CNN, SGD, to an accuracy of 84 %",
@@ -18,7 +28,7 @@ TITLES = {
     "lm": "Transformer, AdamW, to a loss of 2.4",
 }
 BARS = {
-    scaling.ALONE: ("one worker", "#1f2933"),
+    scaling.ALONE: ("one worker", INK),
     "all-reduce": ("AllReduce()", "#9aa5b1"),
     "fp16": ("fp16", "#d2d6dc"),
     "averaging": ("averaging", "#1d4ed8"),
@@ -27,212 +37,238 @@ BARS = {
 # Milliseconds of computing in a step, and the height of a panel.
 SCALING_COMPUTING, PANEL = 100, 230
 
-SPLIT_PICTURE = DOCS / "pictures" / "split-bytes.svg"
 # The layer and the ranks of the picture about split layers.
 WIDTH, RANKS = 4096, 4
-# Powers of 2 on the axis of batches, powers of 10 on the axis of bytes, and the frame that they fill.
-BATCHES, BYTES = (0, 12), (4, 10)
-FRAME = {"left": 90, "right": 520, "top": 70, "bottom": 330}
-
-SCALE_PICTURE = DOCS / "pictures" / "bytes-by-workers.svg"
-# Powers of 2 on the axis of workers, powers of 10 on the axis of received bytes, and the exchanges in scale.json.
+# Powers of 2 on the axes of batches and of workers, powers of 10 on the axes of bytes.
+BATCHES, SPLIT_BYTES = (0, 12), (4, 10)
 WORKERS, RECEIVED = (2, 10), (5, 9)
-EXCHANGES = (("all_gather", "all_gather", "#1d4ed8"), ("sharded", "sharded", "#c2410c"))
+# Left end, top end and height of a frame of two axes; its right end is as far from the picture's.
+LEFT, HEIGHT, RIGHT = 70, 260, 20
 
 
-def seconds_to_target(rows: list[dict]) -> str:
+class Axis(NamedTuple):
+    """A logarithmic axis: its title, the base of its scale, its first and last power, and its ends in pixels."""
+
+    title: str
+    base: int
+    powers: tuple[int, int]
+    ends: tuple[int, int]
+
+    def at(self, value: float) -> int:
+        """Return the position of a value, in pixels."""
+        share = (math.log(value, self.base) - self.powers[0]) / (self.powers[1] - self.powers[0])
+        return round(self.ends[0] + share * (self.ends[1] - self.ends[0]))
+
+
+class Line(NamedTuple):
+    """A line of a chart: its label, its colour and its points."""
+
+    label: str
+    colour: str
+    points: list[tuple[float, float]]
+
+
+def pictures() -> dict[str, str]:
+    """Return the content of each picture in SVG, by the name of its file."""
+    rows = json.loads((DOCS / "benchmarks" / "scaling.json").read_text())["rows"]
+    scale = json.loads((DOCS / "benchmarks" / "scale.json").read_text())
+    drawn = {}
+    for form, width in FORMS.items():
+        drawn[f"scaling{form}.svg"] = seconds_to_target(rows, min(width, 480))
+        drawn[f"split-bytes{form}.svg"] = split_bytes(width)
+        drawn[f"bytes-by-workers{form}.svg"] = bytes_by_workers(scale, width)
+    return drawn
+
+
+def stacked(picture: Image.Image) -> Image.Image:
+    """Return the right half of a picture below its left half."""
+    half = picture.width // 2
+    below = picture.copy().resize((half, 2 * picture.height))
+    for i in range(2):
+        below.paste(picture.crop((half * i, 0, half * (i + 1), picture.height)), (0, picture.height * i))
+    return below
+
+
+def seconds_to_target(rows: list[dict], width: int) -> str:
     """Draw the seconds to the target over the number of workers, under each strategy, for each network.
 
     Args:
         rows: the rows of docs/benchmarks/scaling.json.
+        width: of the picture, in pixels.
 
     Returns:
         The picture as SVG.
     """
     panels = [name for name in TITLES if any(row["model"] == name for row in rows)]
-    height = 84 + PANEL * len(panels) + 30
-    computing = f"computing {SCALING_COMPUTING} ms a step, links of 100 Mbit/s"
-    drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {height}" font-family="sans-serif" font-size="14"'
-        ' role="img">',
-        "<title>Seconds to a target, by number of workers and strategy</title>",
-        f'<rect width="480" height="{height}" fill="#ffffff"/>',
-        '<text x="12" y="24" font-size="17" font-weight="bold" fill="#1f2933">'
-        "Seconds to a target, by number of workers</text>",
-        f'<text x="12" y="45" fill="#52606d">Emulated hosts: {computing}</text>',
-    ]
-    for i, (label, colour) in enumerate(BARS.values()):
-        x = 12 + (0, 108, 214, 276, 364)[i]
+    title = "Seconds to a target, by number of workers"
+    computing = f"Emulated hosts: computing {SCALING_COMPUTING} ms a step, links of 100 Mbit/s"
+    drawn, y = _heading(title, computing, width)
+    x = 12
+    for label, colour in BARS.values():
+        if x + 16 + 7 * len(label) > width:
+            x, y = 12, y + 20
         drawn += [
-            f'<rect x="{x}" y="56" width="12" height="12" fill="{colour}"/>',
-            f'<text x="{x + 16}" y="67" font-size="13" fill="#1f2933">{label}</text>',
+            f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>',
+            _text(x + 16, y + 11, label, size=13),
         ]
-    for number, name in enumerate(panels):
+        x += 30 + 7 * len(label)
+    y += 28
+    for name in panels:
         shown = [row for row in scaling.summary(rows, name, "100mbit") if row["strategy"] in BARS]
-        drawn += _panel(name, shown, 84 + PANEL * number)
-    drawn += [
-        f'<text x="12" y="{height - 12}" font-size="12" fill="#52606d">'
-        "Mean and range, all run in full. Figures: docs/benchmarks/scaling.json</text>",
-        "</svg>",
-    ]
-    return "\n".join(drawn) + "\n"
+        drawn += _panel(name, shown, y, width)
+        y += PANEL
+    below, y = _wrapped("Mean and range, all run in full. Figures: docs/benchmarks/scaling.json", y + 18, width, 12)
+    return _svg(title, width, y, drawn + below)
 
 
-def _panel(name: str, rows: list[dict], top: int) -> list[str]:
+def _panel(name: str, rows: list[dict], top: int, width: int) -> list[str]:
     """Draw the bars of a network, with the least and the most seconds of its seeds as a line."""
     bottom, full = top + PANEL - 48, PANEL - 92
     longest = max(row["most"] for row in rows)
     seeds = max(row["seeds"] for row in rows)
-    title = f"{TITLES[name]}, {seeds} seed{'s' * (seeds > 1)}"
-    drawn = [f'<text x="12" y="{top + 18}" font-weight="bold" fill="#1f2933">{title}</text>']
+    drawn = [_text(12, top + 18, f"{TITLES[name]}, {seeds} seed{'s' * (seeds > 1)}", bold=True)]
+    groups = list(dict.fromkeys(row["hosts"] for row in rows))
+    # Between two groups there are two thirds of a bar.
+    pitch = int((width - 36) / (len(rows) + (len(groups) - 1) * 2 / 3))
     x = 24
-    for hosts in dict.fromkeys(row["hosts"] for row in rows):
+    for hosts in groups:
         begin = x
         for row in (row for row in rows if row["hosts"] == hosts):
             y, low, high = (bottom - round(full * row[key] / longest) for key in ("seconds", "least", "most"))
+            middle = x + (pitch - 4) // 2
             drawn += [
-                f'<rect x="{x}" y="{y}" width="26" height="{bottom - y}" fill="{BARS[row["strategy"]][1]}"/>',
-                f'<path d="M{x + 13} {low}V{high}" stroke="#1f2933"/>',
-                f'<text x="{x + 13}" y="{high - 4}" font-size="12" text-anchor="middle" fill="#1f2933">'
-                f"{row['seconds']:.0f}</text>",
+                f'<rect x="{x}" y="{y}" width="{pitch - 4}" height="{bottom - y}" fill="{BARS[row["strategy"]][1]}"/>',
+                f'<path d="M{middle} {low}V{high}" stroke="{INK}"/>',
+                _text(middle, high - 4, f"{row['seconds']:.0f}", size=12, anchor="middle"),
             ]
-            x += 30
+            x += pitch
         workers = "1 worker" if hosts == 1 else f"{hosts} workers"
-        drawn.append(
-            f'<text x="{(begin + x - 4) // 2}" y="{bottom + 18}" text-anchor="middle" fill="#1f2933">{workers}</text>'
-        )
-        x += 20
-    return [*drawn, f'<path d="M12 {bottom}H468" stroke="#9aa5b1"/>']
+        drawn.append(_text((begin + x - 4) // 2, bottom + 18, workers, size=13, anchor="middle"))
+        x += pitch * 2 // 3
+    return [*drawn, f'<path d="M12 {bottom}H{width - 12}" stroke="#9aa5b1"/>']
 
 
-def split_bytes() -> str:
+def split_bytes(width: int) -> str:
     """Draw the bytes that a rank sends in a step for a large dense layer, over the batch, split and whole.
+
+    Args:
+        width: of the picture, in pixels.
 
     Returns:
         The picture as SVG.
     """
     weights, others = 4 * WIDTH * WIDTH, RANKS - 1
-    lines = (
-        ("whole: all-reduce of its gradients", "#52606d", lambda batch: 2 * others / RANKS * weights),
-        ("split: one layer", "#c2410c", lambda batch: 4 * 2 * others * batch * (WIDTH + WIDTH // RANKS)),
-        ("split: a layer of a pair", "#1d4ed8", lambda batch: 4 * 2 * others * batch * WIDTH),
-    )
-    drawn = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 390" font-family="sans-serif" font-size="14"'
-        ' role="img">',
-        "<title>Bytes that a rank sends in a step for a dense layer</title>",
-        '<rect width="720" height="390" fill="#ffffff"/>',
-        '<text x="16" y="28" font-size="17" font-weight="bold" fill="#1f2933">'
-        "Bytes that a rank sends in a step for a dense layer</text>",
-        f'<text x="16" y="50" fill="#52606d">{WIDTH} inputs and units, float32, {RANKS} ranks, forward and backward'
-        "</text>",
-    ]
-    for power in range(BYTES[0], BYTES[1] + 1):
-        y = _y(10**power)
-        label = f"{10 ** (power % 3)} {('B', 'kB', 'MB', 'GB')[power // 3]}"
-        drawn += [
-            f'<path d="M{FRAME["left"]} {y}H{FRAME["right"]}" stroke="#e4e7eb"/>',
-            f'<text x="{FRAME["left"] - 8}" y="{y + 5}" text-anchor="end" fill="#52606d">{label}</text>',
-        ]
-    for power in range(BATCHES[0], BATCHES[1] + 1, 2):
-        x = _x(2**power)
-        drawn.append(f'<text x="{x}" y="{FRAME["bottom"] + 20}" text-anchor="middle" fill="#52606d">{2**power}</text>')
-    drawn.append(f'<rect x="{FRAME["left"] + 8}" y="{FRAME["top"] + 4}" width="290" height="76" fill="#ffffff"/>')
-    middle = (FRAME["left"] + FRAME["right"]) // 2
-    drawn.append(
-        f'<text x="{middle}" y="{FRAME["bottom"] + 42}" text-anchor="middle" fill="#1f2933">samples in the batch of '
-        "each rank</text>"
-    )
     ends = (2 ** BATCHES[0], 2 ** BATCHES[1])
-    for i, (label, colour, sent) in enumerate(lines):
-        (x1, y1), (x2, y2) = ((_x(batch), _y(sent(batch))) for batch in ends)
-        y = FRAME["top"] + 20 + 26 * i
-        drawn += [
-            f'<path d="M{x1} {y1}L{x2} {y2}" stroke="{colour}" stroke-width="3"/>',
-            f'<path d="M{FRAME["left"] + 16} {y - 5}h24" stroke="{colour}" stroke-width="3"/>',
-            f'<text x="{FRAME["left"] + 48}" y="{y}" fill="#1f2933">{label}</text>',
-        ]
-    for i, batch in enumerate((WIDTH // (RANKS + 1), WIDTH // RANKS)):
-        y = FRAME["top"] + 130 + 44 * i
-        drawn.append(
-            f'<text x="{FRAME["right"] + 16}" y="{y}" fill="{lines[i + 1][1]}">{"pair" if i else "one layer"}: less'
-            f'</text><text x="{FRAME["right"] + 16}" y="{y + 18}" fill="{lines[i + 1][1]}">up to {batch} samples</text>'
-        )
-    return "\n".join([*drawn, "</svg>"]) + "\n"
+    sent = (
+        ("whole: all-reduce of its gradients", GREY, lambda batch: 2 * others / RANKS * weights),
+        (
+            f"split, one layer: fewer up to a batch of {WIDTH // (RANKS + 1)}",
+            "#c2410c",
+            lambda batch: 4 * 2 * others * batch * (WIDTH + WIDTH // RANKS),
+        ),
+        (
+            f"split, layer of a pair: fewer up to {WIDTH // RANKS}",
+            "#1d4ed8",
+            lambda batch: 4 * 2 * others * batch * WIDTH,
+        ),
+    )
+    lines = [Line(label, colour, [(batch, size(batch)) for batch in ends]) for label, colour, size in sent]
+    return _chart(
+        "Bytes that a rank sends in a step for a dense layer",
+        f"{WIDTH} inputs and units, float32, {RANKS} ranks, forward and backward",
+        lines,
+        ("samples in the batch of each rank", BATCHES, SPLIT_BYTES),
+        width,
+    )
 
 
-def bytes_by_workers(scale: dict) -> str:
+def bytes_by_workers(scale: dict, width: int) -> str:
     """Draw the bytes that a worker receives in a step over the number of workers, for both exchanges of `Threshold`.
 
     Args:
         scale: the content of docs/benchmarks/scale.json.
+        width: of the picture, in pixels.
 
     Returns:
         The picture as SVG.
     """
-    rows = scale["rows"]
-    elements, density = scale["elements"], scale["density"]
-    drawn = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 390" font-family="sans-serif" font-size="14"'
-        ' role="img">',
-        "<title>Bytes that a worker receives in a step of Threshold</title>",
-        '<rect width="720" height="390" fill="#ffffff"/>',
-        '<text x="16" y="28" font-size="17" font-weight="bold" fill="#1f2933">'
-        "Bytes that a worker receives in a step of Threshold</text>",
-        f'<text x="16" y="50" fill="#52606d">{elements / 1e6:g} million parameters, density {density:g}; simulated. '
-        "Figures: docs/benchmarks/scale.json</text>",
-    ]
-    for power in range(RECEIVED[0], RECEIVED[1] + 1):
-        y = _at(10**power, 10, RECEIVED, ("bottom", "top"))
+    elements = scale["elements"]
+    dense = [(2**power, 8 * elements * (1 - 2**-power)) for power in range(WORKERS[0], WORKERS[1] + 1)]
+    lines = [Line("dense float32, ring", GREY, dense)]
+    for exchange, colour in (("all_gather", "#1d4ed8"), ("sharded", "#c2410c")):
+        points = [(row["workers"], row["received"]) for row in scale["rows"] if row["exchange"] == exchange]
+        lines.append(Line(f"Threshold, {exchange}", colour, points))
+    return _chart(
+        "Bytes that a worker receives in a step of Threshold",
+        f"{elements / 1e6:g} million parameters, density {scale['density']:g}; simulated. "
+        "Figures: docs/benchmarks/scale.json",
+        lines,
+        ("workers", WORKERS, RECEIVED),
+        width,
+    )
+
+
+def _chart(title: str, subtitle: str, lines: list[Line], axes: tuple, width: int) -> str:
+    """Draw lines over powers of 2, in bytes; `axes` has the title of the first axis, and the powers of both."""
+    drawn, y = _heading(title, subtitle, width)
+    for line in lines:
+        drawn += [
+            f'<path d="M12 {y + 7}h24" stroke="{line.colour}" stroke-width="3"/>',
+            _text(44, y + 12, line.label),
+        ]
+        y += 22
+    bottom = y + 12 + HEIGHT
+    below = Axis(axes[0], 2, axes[1], (LEFT, width - RIGHT))
+    beside = Axis("bytes", 10, axes[2], (bottom, y + 12))
+    for power in range(beside.powers[0], beside.powers[1] + 1):
+        at = beside.at(10**power)
         label = f"{10 ** (power % 3)} {('B', 'kB', 'MB', 'GB')[power // 3]}"
         drawn += [
-            f'<path d="M{FRAME["left"]} {y}H{FRAME["right"]}" stroke="#e4e7eb"/>',
-            f'<text x="{FRAME["left"] - 8}" y="{y + 5}" text-anchor="end" fill="#52606d">{label}</text>',
+            f'<path d="M{LEFT} {at}H{width - RIGHT}" stroke="{PALE}"/>',
+            _text(LEFT - 8, at + 5, label, anchor="end", colour=GREY),
         ]
-    for power in range(WORKERS[0], WORKERS[1] + 1, 2):
-        x = _at(2**power, 2, WORKERS, ("left", "right"))
-        drawn.append(f'<text x="{x}" y="{FRAME["bottom"] + 20}" text-anchor="middle" fill="#52606d">{2**power}</text>')
-    middle = (FRAME["left"] + FRAME["right"]) // 2
-    drawn.append(f'<text x="{middle}" y="{FRAME["bottom"] + 42}" text-anchor="middle" fill="#1f2933">workers</text>')
-    dense = [(2**power, 8 * elements * (1 - 2**-power)) for power in range(WORKERS[0], WORKERS[1] + 1)]
-    lines = [("dense float32, ring", "#52606d", dense, 18)]
-    for name, label, colour in EXCHANGES:
-        points = [(row["workers"], row["received"]) for row in rows if row["exchange"] == name]
-        lines.append((label, colour, points, 5))
-    for label, colour, points, below in lines:
-        at = [
-            (_at(workers, 2, WORKERS, ("left", "right")), _at(size, 10, RECEIVED, ("bottom", "top")))
-            for workers, size in points
-        ]
-        path = "L".join(f"{x} {y}" for x, y in at)
-        drawn += [
-            f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="3"/>',
-            f'<text x="{FRAME["right"] + 8}" y="{at[-1][1] + below}" fill="{colour}">{label}</text>',
-        ]
-    return "\n".join([*drawn, "</svg>"]) + "\n"
+    for power in range(below.powers[0], below.powers[1] + 1, 2):
+        drawn.append(_text(below.at(2**power), bottom + 20, f"{2**power}", anchor="middle", colour=GREY))
+    drawn.append(_text(sum(below.ends) // 2, bottom + 42, below.title, anchor="middle"))
+    for line in lines:
+        path = "L".join(f"{below.at(x)} {beside.at(y)}" for x, y in line.points)
+        drawn.append(f'<path d="M{path}" fill="none" stroke="{line.colour}" stroke-width="3"/>')
+    return _svg(title, width, bottom + 56, drawn)
 
 
-def _at(value: float, base: int, powers: tuple[int, int], ends: tuple[str, str]) -> int:
-    """Return the position of a number on a logarithmic axis between two sides of the frame."""
-    share = (math.log(value, base) - powers[0]) / (powers[1] - powers[0])
-    begin, end = (FRAME[side] for side in ends)
-    return round(begin + share * (end - begin))
+def _heading(title: str, subtitle: str, width: int) -> tuple[list[str], int]:
+    """Return the lines of a title and of what is below it, and where the picture goes on."""
+    above, y = _wrapped(title, 24, width, 17, bold=True)
+    below, y = _wrapped(subtitle, y, width, 14)
+    return above + below, y - 10
 
 
-def _x(batch: float) -> int:
-    share = (math.log2(batch) - BATCHES[0]) / (BATCHES[1] - BATCHES[0])
-    return round(FRAME["left"] + share * (FRAME["right"] - FRAME["left"]))
+def _wrapped(text: str, y: int, width: int, size: int, bold: bool = False) -> tuple[list[str], int]:
+    """Return the lines of a text that is too wide for one, and where the next line begins."""
+    # A letter is about half as wide as it is high.
+    lines = textwrap.wrap(text, int((width - 24) / (0.53 * size)))
+    colour = INK if bold else GREY
+    drawn = [_text(12, y + (size + 6) * i, line, size, bold, colour=colour) for i, line in enumerate(lines)]
+    return drawn, y + (size + 6) * len(lines)
 
 
-def _y(sent: float) -> int:
-    share = (math.log10(sent) - BYTES[0]) / (BYTES[1] - BYTES[0])
-    return round(FRAME["bottom"] - share * (FRAME["bottom"] - FRAME["top"]))
+def _text(
+    x: int, y: int, text: str, size: int = 14, bold: bool = False, anchor: str = "start", colour: str = INK
+) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{x}" y="{y}" font-size="{size}"{weight} text-anchor="{anchor}" fill="{colour}">{text}</text>'
+
+
+def _svg(title: str, width: int, height: int, drawn: list[str]) -> str:
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" role="img">',
+        f"<title>{title}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    return "\n".join([*head, *drawn, "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":
-    SCALING_PICTURE.parent.mkdir(exist_ok=True)
-    SCALING_PICTURE.write_text(
-        seconds_to_target(json.loads((DOCS / "benchmarks" / "scaling.json").read_text())["rows"])
-    )
-    SPLIT_PICTURE.write_text(split_bytes())
-    SCALE_PICTURE.write_text(bytes_by_workers(json.loads((DOCS / "benchmarks" / "scale.json").read_text())))
+    for name, content in pictures().items():
+        (PICTURES / name).write_text(content)
+    stacked(Image.open(PICTURES / "comparison.png")).save(PICTURES / "comparison-narrow.png", optimize=True)

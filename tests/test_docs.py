@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.launch import ROOT
 from tests.mutate import missing_test
@@ -36,11 +37,19 @@ def test_pictures_are_those_of_the_command():
     spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
-    rows = json.loads((ROOT / "docs" / "benchmarks" / "scaling.json").read_text())["rows"]
-    assert pictures.SCALING_PICTURE.read_text() == pictures.seconds_to_target(rows), "do: python docs/make_pictures.py"
-    assert pictures.SPLIT_PICTURE.read_text() == pictures.split_bytes(), "do: python docs/make_pictures.py"
-    scale = json.loads((ROOT / "docs" / "benchmarks" / "scale.json").read_text())
-    assert pictures.SCALE_PICTURE.read_text() == pictures.bytes_by_workers(scale), "do: python docs/make_pictures.py"
+    for name, content in pictures.pictures().items():
+        assert (pictures.PICTURES / name).read_text() == content, "do: python docs/make_pictures.py"
+    wide, narrow = (Image.open(pictures.PICTURES / f"comparison{form}.png") for form in pictures.FORMS)
+    assert pictures.stacked(wide).tobytes() == narrow.tobytes(), "do: python docs/make_pictures.py"
+
+
+def test_pictures_of_pages_have_a_narrow_form():
+    """The site shows it on a phone, where 360 pixels are the width of a page."""
+    shown = {name for page in PAGES for name in re.findall(r"!\[[^\]]*\]\((\S+)\)", page.read_text())}
+    assert len(shown) > 3
+    for name in shown:
+        narrow = ROOT / "docs" / "pictures" / f"{Path(name).stem}-narrow{Path(name).suffix}"
+        assert narrow.exists(), name
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
