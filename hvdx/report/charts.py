@@ -111,8 +111,8 @@ def lines(found: Sequence[Line], labels: tuple[str, str], summary: str, target: 
     Raises:
         ConfigError: without Matplotlib.
     """
-    with _figure(250, summary) as (figure, answer):
-        axes = figure.add_axes((0.13, 0.16, 0.81, 0.78))
+    with _figure(258, summary) as (figure, answer):
+        axes = figure.add_axes((0.13, 0.155, 0.81, 0.755))
         _frame(axes, labels)
         for line in sorted(found, key=lambda line: (line.style is not None, -(line.style or 0))):
             _draw(axes, line)
@@ -221,8 +221,8 @@ def _frame(axes: "Axes", labels: tuple[str, str]) -> None:
     axes.tick_params(colors=_COLOURS["--muted"], length=3)
     axes.locator_params(nbins=6)
     axes.set_xlabel(labels[0], color=_COLOURS["--ink"])
-    # Beside the axis, a name would be rotated and take width.
-    axes.set_title(labels[1], color=_COLOURS["--ink"], fontsize=_FONT, loc="left", x=-0.13, pad=4)
+    # Beside the axis, a name would be rotated and take width. It is above the label of a tick at the top end.
+    axes.set_title(labels[1], color=_COLOURS["--ink"], fontsize=_FONT, loc="left", x=-0.13, pad=10)
     cast("MaxNLocator", axes.xaxis.get_major_locator()).set_params(integer=labels[0].startswith("epoch"))
 
 
