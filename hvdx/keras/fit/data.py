@@ -240,7 +240,10 @@ def _shard_dataset(
         data = data.take(steps * per_step)
     elif drop_remainder:
         if count < per_step:
-            raise ConfigError(f"shard: {count} elements do not fill one step of {per_step} on {size} ranks.")
+            raise ConfigError(
+                f"shard: {count} elements do not fill one step of {per_step} on {size} ranks. Do: start fewer ranks, "
+                "or use a smaller batch_size; if the elements are names of files, write the data to more files."
+            )
         data = data.take(count // per_step * per_step)
     data = data.shard(size, rank)
     if batch is not None:

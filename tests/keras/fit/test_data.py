@@ -133,6 +133,7 @@ def test_position_in_a_share_is_known_while_an_older_share_is_collected():
         (lambda: hvdx.shard(np.arange(2), 2, drop_remainder=False, rank=0, size=3), "at least one"),
         (lambda: hvdx.shard(np.arange(8), 2, steps=9, rank=0, size=1), "steps: expected 1 to 4.*got 9"),
         (lambda: hvdx.shard(tf.data.Dataset.range(3), 2, rank=0, size=2), "do not fill"),
+        (lambda: hvdx.shard(tf.data.Dataset.from_tensor_slices(["a", "b"]), rank=0, size=3), "3 ranks.*more files"),
         (lambda: hvdx.shard(tf.data.Dataset.range(3), 1, steps=2, rank=0, size=2), "steps=2"),
     ],
 )
