@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from hvdx.cli.batch.plan import parse_time
 from hvdx.cli.batch.template import fill, shell_words
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError
+from tests.launch import ROOT
 
 BATCH = Path(__file__).parent / "stand_ins" / "batch.py"
 SLURM = ["job", "slurm", "--nodes", "2", "--time", "1:00:00"]
@@ -39,6 +41,17 @@ def queue(place, monkeypatch):
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("STAND_IN_RECORD", str(place / "record"))
     return lambda: [json.loads(line) for line in (place / "record").read_text().splitlines()]
+
+
+def test_page_of_a_gpu_cluster_shows_the_script(capsys):
+    page = (ROOT / "docs" / "gpu-cluster.md").read_text()
+    command = re.search(r"^hvdx (job slurm .*) \\\n    -o train.sh -- python train.py$", page, re.MULTILINE)[1]
+    shown = re.findall(r"^#SBATCH .*$", page, re.MULTILINE)
+    main([*command.split(), "--", "python", "train.py"])
+    script = capsys.readouterr().out
+    assert len(shown) > 5
+    assert set(shown) <= set(script.splitlines())
+    assert "srun --mpi=pmix" in script
 
 
 # --- help
