@@ -102,6 +102,16 @@ def test_claims_name_tests_that_exist():
         assert (ROOT / path).exists(), path
 
 
+def test_claims_cover_the_commands_and_strategies_of_the_first_page():
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/claims.md"))
+    commands = set(re.findall(r"\bhvdx [a-z]+(?:-[a-z]+)*\b(?= |`|$)", readme, re.MULTILINE))
+    commands = {name for name in commands if (ROOT / "hvdx" / "cli" / f"{name[5:].replace('-', '_')}.py").exists()}
+    strategies = set(re.findall(r"^\| \[?`(\w+)\(", readme, re.MULTILINE))
+    assert len(commands) > 7
+    assert len(strategies) == 5
+    assert not {name for name in commands | strategies if f"`{name}" not in page}
+
+
 def test_figures_of_scaling_are_in_its_file():
     scaling = importlib.import_module("hvdx.jobs.benchmarks.scaling")
     rows = json.loads((ROOT / "docs" / "benchmarks" / "scaling.json").read_text())["rows"]
