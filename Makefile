@@ -106,6 +106,9 @@ QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_
 PYTEST = $(BIN)/python -m pytest
 AT_ONCE = -n 2 --dist loadfile
 
+# Without bytecode files each process of a test would compile hvdx again, for a quarter of a second, and each worker of
+# pytest the tests.
+test: export PYTHONDONTWRITEBYTECODE =
 # A part that fails does not keep the others from running; the last line names the parts that have failed.
 test: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
 	@failed=; \

@@ -10,7 +10,7 @@ from tests.launch import ROOT
 
 # Python that lists its arguments, and fails in the part of `make test` whose arguments have the words in FAIL_AT.
 PYTHON = """#!/bin/sh
-echo "RAN $*"
+echo "RAN $*${PYTHONDONTWRITEBYTECODE:+ without bytecode}"
 case "$*" in *"$FAIL_AT"*) exit 1;; esac
 """
 
@@ -35,7 +35,7 @@ def make(tmp_path):
             words,
             check=False,
             cwd=tmp_path,
-            env=kept | {"FAIL_AT": fail_at},
+            env=kept | {"FAIL_AT": fail_at, "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
             timeout=60,
@@ -58,6 +58,7 @@ def test_all_parts_run_and_the_end_names_those_that_failed(make, fail_at, said):
     (make.folder / ".venv" / ".horovod-own-tf").touch()
     ended = make("test", fail_at)
     assert ended.stdout.count("RAN -m pytest") == 3
+    assert "without bytecode" not in ended.stdout
     assert (ended.returncode != 0) == bool(said)
     assert ended.stderr.splitlines()[:1] == ([said] if said else [])
 
