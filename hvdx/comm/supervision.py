@@ -1,4 +1,4 @@
-"""Reports of rank 0 to `hvdx run --max-restarts`, which supervises the job and may run on another host.
+"""Reports to `hvdx run --max-restarts` or `--survive`, which supervises the job and may run on another host.
 
 A report is a line on standard error, which every launcher carries to the supervisor; the supervisor removes it from the
 output. Its format is that of JSON text sequences (RFC 7464): a record separator, JSON, a line break.
@@ -34,7 +34,7 @@ def report(kind: str, **values: object) -> None:
     """Write a report, if this job is supervised; do nothing if standard error is closed.
 
     Args:
-        kind: "training" or "saved".
+        kind: "training" or "saved"; or "left", of any rank, under `--survive`.
         values: values for JSON.
     """
     if os.environ.get(VARIABLE):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib import metadata
 
 from hvdx.cache import cache_folder
-from hvdx.comm import failure, mesh, mpi
+from hvdx.comm import failure, mesh, mpi, surviving
 from hvdx.comm.base import Comm, Engine, GraphComm
 from hvdx.comm.launcher import Launch, detect, usable_cores
 from hvdx.comm.local import LocalComm
@@ -70,8 +70,12 @@ def start(servers: int = 0) -> Comm:
             set_rank(_launch.rank)
             split = mesh.parse(os.environ.get(mesh.VARIABLE) if _split is None else _split)
             _check_machine(_launch)
-            failure.install(_launch.rank, _launch.size or 0)
-            if _launch.launcher == "Horovod (Gloo)":
+            survives = surviving.is_wanted()
+            failure.install(_launch.rank, _launch.size or 0, survives)
+            if survives:
+                _check_survival(servers, split)
+                _comm = surviving.SurvivingComm(_launch)
+            elif _launch.launcher == "Horovod (Gloo)":
                 if split != 1:
                     raise ConfigError(
                         f"split={split}: layers are split by MPI, but these processes were started by Horovod's own "
@@ -125,6 +129,13 @@ def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
             comm.channel("what engine='mpi' sends")  # raises the error that names the remedy
         return comm
     assert _launch is not None  # a world of one has returned above
+    if comm.survives and engine == "horovod":
+        raise ConfigError.on_all_ranks(
+            f"{surviving.VARIABLE}=1: engine='horovod': Horovod does not survive the death of a rank. Do: "
+            "engine='mpi', or hvdx run --max-restarts N in place of --survive."
+        )
+    if comm.survives:
+        engine = "mpi"
     if engine == "auto":
         engine = _chosen = _chosen or _choose(comm, _horovod_is_installed(), _horovod_uses_nccl)
     if engine not in _graphs:
@@ -221,6 +232,16 @@ def _host_graph(comm: Comm) -> GraphComm:
     from hvdx.comm.host_graph import HostGraphComm
 
     return HostGraphComm(comm)
+
+
+def _check_survival(servers: int, split: int | str) -> None:
+    """Refuse what does not survive the death of a rank."""
+    found = f"{servers} server ranks" if servers else f"split={split}" if split != 1 else ""
+    if found:
+        raise ConfigError.on_all_ranks(
+            f"{surviving.VARIABLE}=1: expected a training that goes on without a rank that dies, got {found}. Do: hvdx "
+            "run --max-restarts N in place of --survive."
+        )
 
 
 def _check_servers(servers: int, size: int | None) -> None:

@@ -1,20 +1,25 @@
 """Start of one rank under `hvdx run`: set environment and output, then execute the program.
 
-For a start within milliseconds it imports only `comm/launcher.py` of hvdx, by its path.
+For a start within milliseconds it imports only `comm/launcher.py` of hvdx, by its path, and under `--survive` also
+`comm/supervision.py`.
 
     python rank.py all|first PROGRAM [ARGUMENT ...]
 """
 
+import ctypes
 import os
+import signal
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def main(argv: list[str]) -> None:
     """Set the environment, and execute the program in this process."""
     output, *program = argv
-    launcher = _launcher()
+    launcher = _load("launcher")
     found = launcher.detect()
     rank, here = (found.rank, found.local_size) if found is not None else (0, None)
     # TensorFlow reads these when it starts, even if the script has not called hvdx.init() before.
@@ -26,22 +31,54 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault("PYTHONHASHSEED", "0")
     # Hides TensorFlow's start-up notes, about twenty lines on each rank. Rank 0 still shows errors.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if rank == 0 else "3")
+    survives = os.environ.get("HVDX_SURVIVE") == "1"
     if rank and output == "first":
+        if survives:
+            # A rank that takes the place of rank 0 shows its output; see `hvdx.comm.surviving`.
+            os.environ["HVDX_OUTPUT"] = str(os.dup(1))
+            os.set_inheritable(int(os.environ["HVDX_OUTPUT"]), True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if survives:
+        _run_beside(program, rank)
+    _execute(program)
+
+
+def _run_beside(program: list[str], rank: int) -> None:
+    """Return in a child process; in this one, wait for it, and end so that the other ranks can go on.
+
+    Open MPI ends the whole job if a process ends with an exit code that is not 0, but not after a signal.
+    """
+    library = ctypes.CDLL(None)
+    child = os.fork()
+    if child == 0:
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    _load("supervision").report("left", rank=rank, code=code)
+    if code:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
+def _execute(program: list[str]) -> None:
     try:
         os.execvp(program[0], program)
     except OSError as error:
         sys.exit(f"hvdx run: {program[0]}: {error.strerror}")
 
 
-def _launcher() -> Any:
+def _load(name: str) -> Any:
+    """Import a module of `hvdx.comm` that needs no others."""
     package = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
-    path = os.path.join(package, "comm", "launcher.py")
-    spec = spec_from_file_location("launcher", path)
+    path = os.path.join(package, "comm", f"{name}.py")
+    spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules["launcher"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

@@ -1,8 +1,9 @@
-"""One attempt of a supervised job: the launcher, its output, and what rank 0 reports."""
+"""One attempt of a supervised job: the launcher, its output, and what the ranks report."""
 
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -18,6 +19,8 @@ _KEPT = 100_000
 # Seconds after the end of the launcher until processes that still hold its output are killed.
 _LINGER = 5.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+# Open MPI's line for a collective that a death has ended (75, MPI_ERR_PROC_FAILED) or another rank (77, revoked).
+_NOISE = re.compile(rb"NBC_Progress: an error 7[57] was found during schedule \w+ at row-offset \d+ - [a-z ]*\n\n?")
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Attempt:
         position: position of that checkpoint, as in "step 120 of epoch 3".
         code: exit code of the launcher.
         text: end of its output.
+        left: exit code of each rank that has ended; none unless the job survives the death of a rank.
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -42,9 +46,10 @@ class Attempt:
     position: str = ""
     code: int = 0
     text: str = ""
+    left: list[int] = field(default_factory=list)
 
     def take(self, reports: Sequence[Mapping[str, object]]) -> None:
-        """Take over what rank 0 has reported."""
+        """Take over what ranks have reported."""
         for report in reports:
             if report["kind"] == "training":
                 self.trained = self.trained if self.trained is not None else time.monotonic()
@@ -52,6 +57,8 @@ class Attempt:
             elif report["kind"] == "saved":
                 self.saved = time.monotonic() - float(str(report.get("seconds", 0)))
                 self.position, self.saves = str(report.get("position", "")), True
+            elif report["kind"] == "left":
+                self.left.append(int(str(report.get("code", 1))))
 
     @property
     def useful(self) -> float:
@@ -146,6 +153,9 @@ def run_attempt(command: Sequence[str], signals: Signals) -> Attempt:
         kill_group(process)
     for copy in copies:
         copy.join(_LINGER)
+    if attempt.left and not attempt.code:
+        # A job has succeeded if a rank has: the launcher ends with 0 also if all have died.
+        attempt.code = 0 if 0 in attempt.left else attempt.left[-1]
     attempt.ended = time.monotonic()
     attempt.text = b"\n".join(kept[::-1]).decode(errors="replace")
     return attempt
@@ -157,6 +167,7 @@ def _copy(source: int, target: int, kept: bytearray, attempt: Attempt) -> None:
     while data := os.read(source, 1 << 16):
         shown, reports, rest = supervision.split(rest + data)
         attempt.take(reports)
+        shown = _NOISE.sub(b"", shown)
         kept += shown
         del kept[:-_KEPT]
         open_ = open_ and _write(target, shown)

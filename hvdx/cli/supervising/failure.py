@@ -36,7 +36,8 @@ class Failure:
 # lines; those of hvdx are one line.
 _PATTERNS = (
     # hvdx: comm/failure.py, comm/watchdog.py
-    r"hvdx: rank (?P<rank>\d+) of \d+ on (?P<host>\S+) failed; ending the job on all ranks: (?P<reason>.*)",
+    r"hvdx: rank (?P<rank>\d+) of \d+ on (?P<host>\S+) failed; (?:ending the job on all ranks|the others go on): "
+    r"(?P<reason>.*)",
     r"hvdx: rank (?P<rank>\d+) of \d+ on (?P<host>\S+) ended(?:: (?P<reason>.*?))?, and the others cannot continue",
     r"hvdx: (?P<reason>\w+Error: .*)",
     # Open MPI: help-prun.txt, help-errmgr-base.txt

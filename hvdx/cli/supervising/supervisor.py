@@ -88,6 +88,8 @@ class _Supervisor:
             code = 128 - attempt.code if attempt.code < 0 else attempt.code or 1
             if code == REQUEUE_CODE or self._signals.received:
                 return code
+            if most == 1:
+                return code
             head = f"attempt {number} of {most} failed: {failure}. {_lost(attempt)}"
             reason = would_repeat(failure, code, attempt.has_trained)
             if not attempt.has_trained and failure.same_as(before):

@@ -1,0 +1,465 @@
+"""Communicator of ranks that go on without one that dies, over Open MPI's ULFM (user-level failure mitigation).
+
+The ranks repeat a unit of collectives (`Comm.complete`) in which a rank died, without it. `protocol` has the steps, and
+docs/adr/0044 the reasons.
+"""
+
+import contextlib
+import enum
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdx.comm import failure, launcher
+from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received
+from hvdx.comm.launcher import Launch
+from hvdx.comm.mpi import MpiComm
+from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
+from hvdx.errors import ConfigError, ExchangeError, LaunchError
+from hvdx.log import Log, set_rank
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_log = Log(__name__)
+
+T = TypeVar("T")
+
+#: Environment variables: the ranks go on without one that dies; and the least number of ranks that go on.
+VARIABLE, LEAST_VARIABLE = "HVDX_SURVIVE", "HVDX_MIN_WORKERS"
+#: Environment variable of `hvdx run`: number of the file descriptor of the standard output that rank 0 would show.
+OUTPUT_VARIABLE = "HVDX_OUTPUT"
+# Set by `mpirun --with-ft ulfm`.
+_ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+# Tags of the question whether a rank waits, and of the answer; seconds between two looks for questions, and seconds for
+# answers.
+_ASK_TAG, _ANSWER_TAG = 9, 10
+_LOOK_SECONDS, _ANSWER_SECONDS = 0.2, 2.0
+_BYTE = np.zeros(1, np.uint8)
+# Recoveries in a row in which nobody has died; another error of MPI would repeat for ever.
+_IN_VAIN = 3
+
+
+class Step(enum.Enum):
+    """Step of the protocol. The result of each is True or False; that of `REVOKE` and `SHRINK` is ignored.
+
+    WORK: run the unit; True if this rank completed it.
+    AGREE: return whether all ranks of the group are alive, and said True in their last step; the same on all ranks.
+    REVOKE: make every collective of the group fail, on all ranks.
+    SHRINK: form a new group of the ranks that live.
+    JOIN: make the channels of the new group; True if this rank completed it.
+    """
+
+    WORK, AGREE, REVOKE, SHRINK, JOIN = range(5)
+
+
+def protocol() -> Generator[Step, bool, None]:
+    """Yield the steps of a unit of collectives on one rank; each is sent its result.
+
+    The ranks leave the protocol together, with a unit that all who live completed in one group. `AGREE` has one result
+    on all ranks, and every rank goes through one `AGREE` after each attempt. So no rank is ever a unit ahead.
+
+    Example:
+        >>> steps = protocol()
+        >>> [next(steps), steps.send(True)]
+        [<Step.WORK: 0>, <Step.AGREE: 1>]
+    """
+    step = Step.WORK
+    while True:
+        if not (yield step):
+            # The others may wait for this rank in the unit.
+            yield Step.REVOKE
+        if (yield Step.AGREE):
+            if step is Step.WORK:
+                return
+            step = Step.WORK
+            continue
+        yield Step.REVOKE
+        yield Step.SHRINK
+        step = Step.JOIN
+
+
+def is_wanted() -> bool:
+    """Return whether `HVDX_SURVIVE` asks for a communicator that survives.
+
+    Raises:
+        ConfigError: if it is neither 0 nor 1.
+    """
+    text = os.environ.get(VARIABLE, "") or "0"
+    if text not in ("0", "1"):
+        raise ConfigError.on_all_ranks(f"{VARIABLE}: expected 0 or 1, got {text!r}.")
+    return text == "1"
+
+
+class SurvivingComm(Comm):
+    """Communicator of ranks that go on without one that dies. Creating it is collective.
+
+    Args:
+        launch: rank and size from the launcher; checked against MPI.
+
+    Raises:
+        LaunchError: if MPI cannot survive the death of a rank; see also `MpiComm`.
+        ConfigError: if `HVDX_MIN_WORKERS` is not a number of ranks.
+    """
+
+    survives = True
+
+    def __init__(self, launch: Launch):
+        if os.environ.get(_ULFM_VARIABLE) != "1":
+            raise LaunchError.on_all_ranks(
+                f"{VARIABLE}=1: expected an Open MPI that was started to survive, got {launch.launcher}. Do: hvdx run "
+                "--survive, or mpirun --with-ft ulfm of Open MPI 5; with another MPI, hvdx run --max-restarts."
+            )
+        from mpi4py import MPI
+
+        self._mpi, self._limit = MPI, time_limit()
+        self._least = _least_ranks(launch.size or 1)
+        self._lock, self._inside = threading.RLock(), False
+        self._units, self._looked = 0, 0.0
+        self._sends: list[MPI.Request] = []
+        # Errors of units: their frames hold the buffers of requests that MPI may not have ended.
+        self._kept: list[Exception] = []
+        self._group: MPI.Comm | None = None
+        self._now = MpiComm(launch, watched=False, alive=self._check_alive)
+        self._group = self._now.group
+        # Number in the world of each rank; host, process and cores of each rank of the world.
+        self._members = list(range(self._now.size))
+        self._hosts = list(self._now.hosts)
+        self._places: list[tuple[int, int]] = self._now.all_gather_object((os.getpid(), launcher.core_mask()), "places")
+        self.library = self._now.library
+        self._take_places()
+
+    def _take_places(self) -> None:
+        now = self._now
+        self.rank, self.size, self.hosts = now.rank, now.size, now.hosts
+        self.local_rank, self.local_size = now.local_rank, now.local_size
+        self.cross_rank, self.cross_size = now.cross_rank, now.cross_size
+
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        return self._members
+
+    # -- units --------------------------------------------------------------------------------------------------------
+
+    def complete(self, work: Callable[[], T]) -> T:
+        with self._lock:
+            if self._inside:
+                return work()
+            self._inside = True
+            try:
+                return self._run(work)
+            finally:
+                self._inside = False
+
+    def _run(self, work: Callable[[], T]) -> T:
+        """Run the protocol."""
+        results: list[T] = []
+        before, failed_at, in_vain, answer = self._members, 0.0, 0, True
+        steps = protocol()
+        step = next(steps)
+        while True:
+            if step is Step.WORK:
+                results.clear()
+                answer = self._attempt(lambda: results.append(work()))
+            elif step is Step.AGREE:
+                answer = self._agree(answer)
+                failed_at = failed_at or (0.0 if answer else time.monotonic())
+            elif step is Step.REVOKE:
+                self._mpi_group.Revoke()
+            elif step is Step.SHRINK:
+                in_vain = 0 if self._shrink() else in_vain + 1
+                self._check(in_vain)
+            elif step is Step.JOIN:
+                answer = self._attempt(self._join)
+            try:
+                step = steps.send(answer)
+            except StopIteration:
+                break
+        self._units += 1
+        if failed_at and self.rank == 0:
+            self._tell(before, time.monotonic() - failed_at)
+        return results[0]
+
+    @property
+    def _mpi_group(self) -> "MPI.Comm":
+        assert self._group is not None
+        return self._group
+
+    def _attempt(self, work: Callable[[], object]) -> bool:
+        """Run work; return False if it failed because a rank died or hangs, or another rank has noticed this."""
+        try:
+            work()
+        except TimeoutError as error:
+            self._kept.append(error)
+            self._end_absent()
+            return False
+        except self._mpi.Exception as error:
+            self._kept.append(error)
+            return False
+        return True
+
+    def _agree(self, mine: bool) -> bool:
+        """Return whether all ranks said True and live; MPI gives all of them the same answer."""
+        flag = np.array([int(mine)], np.intc)
+        try:
+            request = self._mpi_group.Iagree(flag)
+            if not self._ends(request):
+                self._end_absent()
+                if not self._ends(request):
+                    raise ExchangeError("the agreement of the ranks does not end. Look at the output of each rank.")
+        except self._mpi.Exception:
+            return False
+        return bool(flag[0])
+
+    def _ends(self, request: "MPI.Request") -> bool:
+        """Wait for a request, and answer questions; return False after the time limit."""
+
+        def done() -> bool:
+            self._answer()
+            return bool(request.Test())
+
+        return until(done, self._limit)
+
+    # -- recovery -----------------------------------------------------------------------------------------------------
+
+    def _shrink(self) -> bool:
+        """Form the group of the ranks that live; return whether it is smaller."""
+        old = self._mpi_group.Get_group()
+        # Not `Ishrink`, which ends with an internal error in Open MPI 5.0.
+        group = self._mpi_group.Shrink()
+        group.Set_errhandler(self._mpi.ERRORS_RETURN)
+        left = group.Get_group()
+        places = self._mpi.Group.Translate_ranks(left, list(range(left.Get_size())), old)
+        died = len(places) < len(self._members)
+        self._group, self._members = group, [self._members[place] for place in places]
+        set_rank(group.Get_rank())
+        failure.install(group.Get_rank(), group.Get_size(), survives=True)
+        return died
+
+    def _check(self, in_vain: int) -> None:
+        """Raise an error, on all ranks, if they cannot go on."""
+        left = len(self._members)
+        if left < self._least:
+            raise ExchangeError.on_all_ranks(
+                f"{left} of {len(self._hosts)} ranks are left, and {LEAST_VARIABLE} (--min-workers) is {self._least}. "
+                "Do: start the job again after its last checkpoint (hvdx run --max-restarts)."
+            )
+        if in_vain == _IN_VAIN:
+            error = self._kept[-1]
+            text = f"an exchange failed {_IN_VAIN} times, and nobody died: {error}"
+            raise ExchangeError.on_all_ranks(text) from error
+
+    def _join(self) -> None:
+        """Make the channel of the new group, and check that all ranks repeat the same unit."""
+        self._now = self._now.of_survivors(self._mpi_group, [self._hosts[rank] for rank in self._members])
+        self.recoveries += 1
+        self._take_places()
+        here = [rank for rank in self._members if self._hosts[rank] == self.hosts[self.rank]]
+        launcher.set_fair_cores(launcher.fair_cores([self._places[rank][1] for rank in here], self.local_rank))
+        units = self._now.all_gather_object(self._units, "a recovery")
+        if len(set(units)) > 1:
+            raise ExchangeError.on_all_ranks(f"the ranks are in different exchanges after a death: {units}.")
+        if self.rank == 0:
+            _show_output()
+
+    def _tell(self, before: Sequence[int], seconds: float) -> None:
+        died = [f"rank {rank} on {self._hosts[rank]}" for rank in before if rank not in self._members]
+        if not died:
+            _log.warning(f"an exchange failed, and nobody died; it was repeated after {seconds:.2f} s.")
+            return
+        head = f"{' and '.join(died)} {'has' if len(died) == 1 else 'have'}"
+        _log.warning(
+            f"{head} died; {self.size} of {len(self._hosts)} ranks train on after {seconds:.3f} s. Lost: the rest of "
+            "the samples of the dead in this epoch, and what they had trained and not exchanged (residual, own steps)."
+        )
+
+    # -- ranks that hang ----------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        """End the wait of this rank if another one has seen a death, and answer its questions."""
+        if self._group is None:
+            return
+        if self._group.Is_revoked():
+            raise self._mpi.Exception(self._mpi.ERR_REVOKED)
+        self._answer()
+
+    def _answer(self) -> None:
+        """Tell the ranks that ask that this one waits, and so does not hang."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked, status = now, self._mpi.Status()
+        # MPI reports the dead here too. The exchange that waits for them sees it by itself.
+        with contextlib.suppress(self._mpi.Exception):
+            while (found := self._mpi_group.Improbe(self._mpi.ANY_SOURCE, _ASK_TAG, status)) is not None:
+                found.Recv(np.empty(1, np.uint8))
+                self._sends.append(self._mpi_group.Isend(_BYTE, status.Get_source(), _ANSWER_TAG))
+
+    def _end_absent(self) -> None:
+        """End the ranks that do not answer: each rank those on its host.
+
+        Raises:
+            ExchangeError: if no rank that waits is on the host of one that hangs.
+        """
+        group, here = self._mpi_group, {self.rank}
+        others = [rank for rank in range(group.Get_size()) if rank != group.Get_rank()]
+        status = self._mpi.Status()
+
+        def all_answered() -> bool:
+            self._answer()
+            while (found := group.Improbe(self._mpi.ANY_SOURCE, _ANSWER_TAG, status)) is not None:
+                found.Recv(np.empty(1, np.uint8))
+                here.add(status.Get_source())
+            return len(here) == group.Get_size()
+
+        try:
+            self._sends += [group.Isend(_BYTE, rank, _ASK_TAG) for rank in others]
+            until(all_answered, _ANSWER_SECONDS)
+        except self._mpi.Exception:
+            return  # a rank has died meanwhile
+        watched = {self._hosts[self._members[rank]] for rank in here}
+        for rank in (self._members[rank] for rank in others if rank not in here):
+            host = self._hosts[rank]
+            if host not in watched:
+                raise ExchangeError(
+                    f"rank {rank} on {host} has not answered for {self._limit:.0f} s ({LIMIT_VARIABLE}), and no rank "
+                    "that works is there to end it. Look at the last output of that rank."
+                )
+            if host == self.hosts[self.rank] and _is_rank(self._places[rank][0], rank):
+                if self.rank == min(here):
+                    limit = f"{self._limit:.0f} s ({LIMIT_VARIABLE})"
+                    _log.warning(f"rank {rank} on {host} has not answered for {limit}, and is ended.")
+                os.kill(self._places[rank][0], signal.SIGKILL)
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def all_gather_object(self, value: T, what: str) -> list[T]:
+        return self.complete(lambda: self._now.all_gather_object(value, what))
+
+    def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
+        return self.complete(lambda: self._now.all_reduce_sum(vector, what))
+
+    def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> Sequence[npt.ArrayLike]:
+        """Send the tensors of the root to every rank; if the root dies, those of the present rank 0."""
+        sender = self._members[root]
+
+        def work() -> list[np.ndarray]:
+            there = self._members.index(sender) if sender in self._members else 0
+            return self._now.broadcast(tensors, there, what)
+
+        return self.complete(work)
+
+    def channel(self, what: str) -> Channel:
+        return SurvivingChannel(self, what, lambda: self._now)
+
+    def divide(self, part: int, key: int, what: str) -> Comm:
+        """Return a communicator for use inside of `complete`: it does not survive a death by itself."""
+        return self.complete(lambda: self._now.divide(part, key, what))
+
+    def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
+        """Raise ConfigError: messages between single ranks do not survive a death."""
+        raise ConfigError.on_all_ranks(
+            f"{VARIABLE}=1: this strategy sends messages between single ranks, which do not survive the death of a "
+            "rank yet. Do: hvdx run --max-restarts N in place of --survive."
+        )
+
+    def close(self) -> None:
+        self._now.close()
+
+
+class SurvivingChannel(Channel):
+    """Channel whose exchanges are units of a `SurvivingComm`.
+
+    `scatter_pieces`, `gather_pieces`, `all_to_all` and `share` depend on the number of ranks: call them in a
+    larger unit.
+
+    Args:
+        comm: the ranks.
+        what: content of the channel, for error messages.
+        now: function that returns the communicator of the ranks that are left.
+    """
+
+    def __init__(self, comm: SurvivingComm, what: str, now: Callable[[], MpiComm]):
+        self._comm, self._what, self._now = comm, what, now
+        self._made: tuple[int, Channel | None] = (-1, None)
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self._comm.size
+
+    @property
+    def _channel(self) -> Channel:
+        """The channel of the ranks that are left. The first use after a death is collective."""
+        number, channel = self._made
+        if channel is None or number != self._comm.recoveries:
+            channel = self._now().channel(self._what)
+            self._made = self._comm.recoveries, channel
+        return channel
+
+    def exchange(self, header: Sequence[int], message: np.ndarray | None = None) -> Received:
+        return self._comm.complete(lambda: self._channel.exchange(header, message))
+
+    def all_reduce(self, vector: np.ndarray) -> None:
+        def work() -> np.ndarray:
+            total = vector.copy()
+            self._channel.all_reduce(total)
+            return total
+
+        vector[:] = self._comm.complete(work)
+
+    def sum_in_order(self, vector: np.ndarray, scale: float = 1.0, cast: Cast = np.ndarray.astype) -> np.ndarray:
+        return self._comm.complete(lambda: self._channel.sum_in_order(vector, scale, cast))
+
+    def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        return self._comm.complete(lambda: self._channel.scatter_pieces(vector, bounds))
+
+    def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
+        self._comm.complete(lambda: self._channel.gather_pieces(piece, bounds, into))
+
+    def share(self, elements: int) -> list[np.ndarray] | None:
+        return self._comm.complete(lambda: self._channel.share(elements))
+
+    def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
+        return self._comm.complete(lambda: self._channel.all_to_all_rows(numbers))
+
+    def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
+        return self._comm.complete(lambda: self._channel.all_to_all(parts, sizes))
+
+    def close(self) -> None:
+        """Do nothing: after a death, the ranks may not free a channel together."""
+
+
+def _least_ranks(size: int) -> int:
+    text = os.environ.get(LEAST_VARIABLE, "") or "1"
+    if not text.isdigit() or not 1 <= int(text) <= size:
+        raise ConfigError.on_all_ranks(f"{LEAST_VARIABLE}: expected 1 to {size}, the number of ranks, got {text!r}.")
+    return int(text)
+
+
+def _show_output() -> None:
+    """Show the standard output of this process, which `hvdx run` has hidden."""
+    number = os.environ.pop(OUTPUT_VARIABLE, "")
+    if number:
+        sys.stdout.flush()
+        os.dup2(int(number), 1)
+
+
+def _is_rank(process: int, rank: int) -> bool:
+    """Return whether a process of this machine is a rank of the launcher."""
+    try:
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"OMPI_COMM_WORLD_RANK={rank}".encode() in variables
