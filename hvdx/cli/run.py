@@ -36,11 +36,11 @@ the job.
                                                        save every minute; after a failure, start again from there
   hvdx run -n 4 --survive python train.py              when a worker dies, the others go on
 
-With --survive, workers of Open MPI 5 go on without one that dies, never fewer than --min-workers; the job ends with 0 if
-one of them finishes. With --max-restarts, a job that fails is started again after its last checkpoint, on the hosts that
-answer. A failure that would only repeat ends it: a ConfigError, a wrong command line, the same error twice before the
-first step; so do Ctrl-C and SIGTERM. --checkpoint works for a `fit` with `Distribute`; a script that has a `Checkpoint`
-keeps its own. docs/survive.md says what is lost.
+With --survive, workers of Open MPI 5 go on without one that dies, never fewer than --min-workers; the job ends with 0
+if one of them finishes. With --max-restarts, a job that fails is started again after its last checkpoint, on the hosts
+that answer. A failure that would only repeat ends it: a ConfigError, a wrong command line, the same error twice before
+the first step; so do Ctrl-C and SIGTERM. --checkpoint works for a `fit` with `Distribute`; a script that has a
+`Checkpoint` keeps its own. docs/survive.md says what is lost.
 
 With Open MPI, workers on one machine listen on no network, and workers on several exchange over the network that all
 hosts are on. OMPI_MCA_btl, OMPI_MCA_btl_tcp_if_include or ..._exclude changes that.

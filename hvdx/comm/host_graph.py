@@ -33,14 +33,52 @@ class HostGraphComm(TensorComm):
     def __init__(self, comm: Comm):
         prepare()
         self._comm = comm
-        self.rank, self.size = comm.rank, comm.size
-        self.local_rank, self.local_size = comm.local_rank, comm.local_size
-        self.cross_rank, self.cross_size = comm.cross_rank, comm.cross_size
-        self.hosts, self.mesh = comm.hosts, comm.mesh
-        self._dense = DenseSums(comm)
-        # Within a host, an exchange takes the cores that compute the other gradients.
-        self._overlaps = len(set(comm.hosts)) > 1 and not comm.any_true(_operations_at_once() == 1)
-        self._behind = BucketThread(self._sums)
+        self.mesh, self.survives = comm.mesh, comm.survives
+        self._dense, self._made = DenseSums(comm), comm.recoveries
+        # Within a host, an exchange takes the cores that compute the other gradients. A rank that died in the middle of
+        # a bucket would leave the others at different buckets.
+        between_hosts = len(set(comm.hosts)) > 1 and not comm.survives
+        self._overlaps = between_hosts and not comm.any_true(_operations_at_once() == 1)
+        self._behind = BucketThread(self._sums_once)
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self._comm.size
+
+    @property
+    def local_rank(self) -> int:  # type: ignore[override]
+        return self._comm.local_rank
+
+    @property
+    def local_size(self) -> int:  # type: ignore[override]
+        return self._comm.local_size
+
+    @property
+    def cross_rank(self) -> int:  # type: ignore[override]
+        return self._comm.cross_rank
+
+    @property
+    def cross_size(self) -> int:  # type: ignore[override]
+        return self._comm.cross_size
+
+    @property
+    def hosts(self) -> Sequence[str]:  # type: ignore[override]
+        return self._comm.hosts
+
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        return self._comm.world_ranks
+
+    @property
+    def recoveries(self) -> int:  # type: ignore[override]
+        return self._comm.recoveries
+
+    def complete(self, work: Callable[[], T]) -> T:
+        return self._comm.complete(work)
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
         return self._comm.all_gather_object(value, what)
@@ -85,7 +123,11 @@ class HostGraphComm(TensorComm):
 
     def reduce_group(self, tensors: list[tf.Tensor], how: Reduction, name: str) -> list[tf.Tensor]:
         before = how.predivide if how.average else 1.0
-        after = before / self.size if how.average else 1.0
+
+        def after() -> float:
+            # Read when the exchange runs: ranks may have died since the step was traced.
+            return before / self.size if how.average else 1.0
+
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
         # faster than NumPy.
         sent = [tf.reshape(_narrow(t / before if before != 1.0 else t, how.wire), [-1]) for t in tensors]
@@ -98,12 +140,14 @@ class HostGraphComm(TensorComm):
             received = on_host(lambda *vectors: self._sums(vectors, after), sent, dtypes, copy_results=False)
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
-    def _sums_behind(self, sent: list[tf.Tensor], buckets: list[list[int]], scale: float) -> list[tf.Tensor]:
+    def _sums_behind(
+        self, sent: list[tf.Tensor], buckets: list[list[int]], scale: Callable[[], float]
+    ) -> list[tf.Tensor]:
         """Make operations that sum vectors in buckets, in a thread, while the vectors of other buckets are computed."""
 
         def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
             def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
-                self._behind.give(number, vectors, scale)
+                self._behind.give(number, vectors, scale())
                 return [np.int64(number)]
 
             return work
@@ -123,8 +167,12 @@ class HostGraphComm(TensorComm):
         ]
         return _call(take, given, [t.dtype for t in sent], copy_results=False)
 
-    def _sums(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
-        """Sum vectors over the ranks, with one collective per dtype."""
+    def _sums(self, vectors: Sequence[np.ndarray], scale: Callable[[], float]) -> list[np.ndarray]:
+        """Sum vectors over the ranks, with one collective per dtype and a factor that is read after each death."""
+        return self._comm.complete(lambda: self._sums_once(vectors, scale()))
+
+    def _sums_once(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
+        self._renew()
         result = list(vectors)
         for dtype in sorted({v.dtype for v in vectors}, key=str):
             members = [i for i, v in enumerate(vectors) if v.dtype == dtype]
@@ -133,6 +181,31 @@ class HostGraphComm(TensorComm):
             for i, end in zip(members, ends, strict=True):
                 result[i] = total[end - vectors[i].size : end]
         return result
+
+    def _renew(self) -> None:
+        """Open the channels of the ranks that are left."""
+        if self._made != self._comm.recoveries:
+            self._dense, self._made = DenseSums(self._comm), self._comm.recoveries
+
+    def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
+        """Gather rows and indices in one unit, so that they come from the same ranks."""
+        if not self.survives:
+            return super()._gather_slices(slices, how, name)
+
+        def work(values: np.ndarray, indices: np.ndarray) -> list[np.ndarray]:
+            def unit() -> list[np.ndarray]:
+                self._renew()
+                return [*self._gathered(values), *self._gathered(indices), np.array(float(self.size))]
+
+            return self._comm.complete(unit)
+
+        sent = _narrow(slices.values, how.wire)
+        values, indices, ranks = on_host(work, [sent, slices.indices], [sent.dtype, slices.indices.dtype, tf.float64])
+        values.set_shape([None, *sent.shape[1:]])
+        indices.set_shape([None])
+        values = tf.cast(values, slices.values.dtype)
+        values = values / tf.cast(ranks, values.dtype) if how.average else values
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         (rows,) = on_host(self._gathered, [tensor], [tensor.dtype])

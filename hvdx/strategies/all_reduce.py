@@ -52,6 +52,7 @@ class AllReduce(Strategy):
     name = "all_reduce"
     placement = "gradient"
     runs = "graph"
+    survives = True
 
     def __init__(
         self,

@@ -78,6 +78,7 @@ class Strategy(abc.ABC):
             says; only on the host, under the placement "update".
         provisional: whether `successor` replaces the strategy after some steps.
         persists_between_fits: whether the state of an exchange is kept from one fit to the next.
+        survives: whether the ranks can go on without one that dies; see `Comm.complete`.
         second_moments: under the placement "update", for optimisers such as Adam. "own": updates are used as they are.
             "mean": the exchange corrects them, and needs a sample of the gradients (`StepInput.sample`).
         split_exchange: for strategies on the host, function that presents the exchanges of whole weights and of parts
@@ -100,6 +101,7 @@ class Strategy(abc.ABC):
     may_wait: bool = False
     provisional: bool = False
     persists_between_fits: bool = True
+    survives: bool = False
     second_moments: SecondMoments = "own"
     split_exchange: ClassVar[Callable[..., "Exchange[Array]"] | None] = None
 
@@ -341,6 +343,24 @@ def views(flat: np.ndarray, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
     """
     ends = np.cumsum([s.elements for s in specs]).tolist()
     return [flat[end - s.elements : end].reshape(s.shape) for end, s in zip(ends, specs, strict=True)]
+
+
+def refuse_unless_it_survives(strategy: Strategy, comm: Comm) -> None:
+    """Refuse a strategy that cannot go on without a rank, if the ranks are to do so.
+
+    Args:
+        strategy: strategy of a fit.
+        comm: the ranks.
+
+    Raises:
+        ConfigError: on all ranks, if it cannot.
+    """
+    if comm.survives and not strategy.survives:
+        raise ConfigError.on_all_ranks(
+            f"HVDX_SURVIVE=1: expected a strategy whose ranks can go on without one that dies, got {strategy!r}. Do: "
+            "all_reduce, parameter_averaging or threshold with max_staleness=0, exchange='auto' and local='auto', or "
+            "hvdx run --max-restarts N in place of --survive."
+        )
 
 
 def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:

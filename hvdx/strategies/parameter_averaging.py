@@ -49,6 +49,7 @@ class ParameterAveraging(Strategy):
     own_spelling = frozenset({"period"})
     placement = "weights"
     runs = "graph"
+    survives = True
 
     def __init__(
         self,

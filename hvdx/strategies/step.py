@@ -333,9 +333,8 @@ class MessageExchange(HostExchange):
     ):
         super().__init__(specs, Telemetry())
         self.encoder, self.route, self._device = encoder, route, encoder.device
-        self._rank, self._size, self._per_message = comm.rank, comm.size, ranks_per_message
+        self._comm, self._per_message = comm, ranks_per_message
         self.network = network
-        self._world_ranks = comm.world_ranks
         # Result of a step.
         self._flat: Any = aligned(self._n if self._device is None else 0)
         self._out: Sequence[Array] = [] if self._device is not None else views(self._flat, specs)
@@ -383,7 +382,7 @@ class MessageExchange(HostExchange):
         try:
             encoded = self.encoder.encode(replace(step_input, tensors=tensors), self._step)
         except UpdateError as error:
-            where = f"rank {self._world_ranks[self._rank]}, step {self._step + 1}"
+            where = f"rank {self._comm.world_ranks[self._comm.rank]}, step {self._step + 1}"
             fault = error.within(self.specs[error.variable].name)
             _log.warning(f"{where}: {fault}")
             return REFUSED, self.encoder.silent(self._step)
@@ -393,7 +392,7 @@ class MessageExchange(HostExchange):
     def _outgoing(self, step: EncodedStep) -> Outgoing:
         sample = step.step_input.sample
         flat = np.concatenate([np.ravel(s) for s in sample]) if sample else None
-        if self._size * self._per_message == 1:
+        if self._comm.size * self._per_message == 1:
             flat = None
         return Outgoing(step.encoded, step.status, step.computing, step.cost, step.number, flat)
 
@@ -403,7 +402,7 @@ class MessageExchange(HostExchange):
         try:
             yield
         except WireError as error:
-            raise error if error.rank is None else error.of(self._world_ranks[error.rank]) from None
+            raise error if error.rank is None else error.of(self._comm.world_ranks[error.rank]) from None
 
     @property
     def result(self) -> "Array":
@@ -432,7 +431,7 @@ class MessageExchange(HostExchange):
             self._out = [(step.step_input.allocate or self._device.zeros)(self._n)]
             self._flat = self._device.view(self._out[0])
         if arrived is not None:
-            ranks = self._size * self._per_message
+            ranks = self._comm.size * self._per_message
             scale = 1.0 / ranks * self.encoder.correction(ranks)
             with self._naming():
                 arrived.add_to(self._results if on_host else [self._flat], scale, on_host)
@@ -474,10 +473,10 @@ class MessageExchange(HostExchange):
         return True
 
     def _report_skipped(self, statuses: np.ndarray, step: int) -> None:
-        ranks = [self._world_ranks[i] for i, status in enumerate(statuses) if status not in (FINE, ELSEWHERE)]
+        ranks = [self._comm.world_ranks[i] for i, status in enumerate(statuses) if status not in (FINE, ELSEWHERE)]
         listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "a rank that reports name"
         self._skipped(
-            self._rank == 0 and bool(ranks),  # otherwise another exchange reports
+            self._comm.rank == 0 and bool(ranks),  # otherwise another exchange reports
             lambda again: f"step {step + 1}: NaN or infinity on {listed}; all ranks skipped the step{again}.",
             lambda: f"{MAX_SKIPPED_STEPS} steps in a row were skipped: NaN or infinity on {listed}. The training has "
             "diverged: lower the learning rate, clip gradients, or check the data of that rank.",

@@ -233,8 +233,12 @@ class AveragingAdapter(Adapter):
             return
         counters = [step_counter(inner), outer.step_counter, outer.dynamic_scale]
         mine = tf.stack([tf.cast(tf.convert_to_tensor(c), tf.float64) for c in counters])
-        mine *= float(self.comm.rank == 0)
-        (those,) = self.comm.all_reduce([mine], Reduction(average=False), f"{self.name}.counters")
+        if self.comm.survives:
+            # The first row is that of the present rank 0.
+            those = tf.gather(self.comm.all_gather(mine[None], f"{self.name}.counters"), 0)
+        else:
+            mine *= float(self.comm.rank == 0)
+            (those,) = self.comm.all_reduce([mine], Reduction(average=False), f"{self.name}.counters")
         micro = inner.gradient_accumulation_steps or 1
         count, *scale = tf.unstack(those)
         for variable, value in zip(counters, [count // micro * micro, *scale], strict=True):

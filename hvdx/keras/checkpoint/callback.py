@@ -137,6 +137,8 @@ class Checkpoint(Part):
         others = [] if found is None else found.callbacks
         self._sync = next((c for c in others if isinstance(c, SyncCallback)), None)
         self._polls, self._saved_at, self._steps = Polls(), time.monotonic(), 0
+        # Position of the checkpoint that was begun last.
+        self._last: Position | None = None
         adapters = [adapter_of(o) for o in optimizers_of(self.model)]
         self._asynchronous = any(b is not None and b.strategy.asynchronous for b in adapters)
         if self._asynchronous and not self._every.epochs:
@@ -289,7 +291,9 @@ class Checkpoint(Part):
         self._held = []
         try:
             if self._writer is not None:
-                self._writer.finish()
+                if not self._writer.finish() and self._last is not None:
+                    self._save(self._last)
+                    self._writer.finish()
                 self._folder.release()
         finally:
             if self._preemption is not None:
@@ -325,7 +329,7 @@ class Checkpoint(Part):
             if adapter is not None:
                 adapter.drain() if position.step else adapter.before_saving()
         state.add_up(self.model, self._comm)
-        self._steps, self._saved_at = 0, time.monotonic()
+        self._steps, self._saved_at, self._last = 0, time.monotonic(), position
         assert self._writer is not None
         self._writer.start(position, snapshot(self.model, self._comm, self._data(position), bool(position.step)))
 

@@ -183,7 +183,7 @@ class Folder:
         """
 
         def take() -> str:
-            if self.comm.rank == 0:
+            if self.comm.rank == 0 and self._owner is None:
                 self.path.mkdir(parents=True, exist_ok=True)
                 try:
                     self._owner = Owner(self.path, owner.WAIT_SECONDS)
@@ -202,6 +202,7 @@ class Folder:
         """Release the folder for other jobs."""
         if self._owner is not None:
             self._owner.release()
+            self._owner = None
 
     def _probe(self) -> None:
         token = all_gather_at(self.comm, _PLACE, uuid.uuid4().hex[:8])[0]

@@ -24,6 +24,9 @@ from hvdx.keras.fit import data
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.joining import join
 from hvdx.keras.types import Variable
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 _REMEDY = "Earlier checkpoints are unchanged."
 # Seconds between two polls of rank 0 for the other ranks' files; and seconds for which rank 0 still polls after all
@@ -49,6 +52,9 @@ class Writer:
     def __init__(self, folder: Folder, keep: int):
         self._folder, self._keep = folder, keep
         self._saving = False
+        # Rank and number of ranks, and recoveries, when the checkpoint was begun.
+        self._place_of_rank, self._recoveries = (0, 1), 0
+        self._owned = folder.comm.recoveries
         self._thread: threading.Thread | None = None
         self._partial = Path()
         self._place = ""
@@ -74,8 +80,14 @@ class Writer:
             ReplicaError: on all ranks, if one could not write the previous checkpoint.
         """
         self.finish()
+        comm = self._folder.comm
+        if self._owned != comm.recoveries:
+            # The rank that owned the folder may have died.
+            self._owned = comm.recoveries
+            self._folder.own()
         self._place = f"saving {position}"
-        token = all_gather_at(self._folder.comm, self._place, uuid.uuid4().hex[:8])[0]
+        token = all_gather_at(comm, self._place, uuid.uuid4().hex[:8])[0]
+        self._place_of_rank, self._recoveries = (comm.rank, comm.size), comm.recoveries
         self._partial = self._folder.partial(token)
         self._own_written.clear()
         self._all_written.clear()
@@ -104,14 +116,17 @@ class Writer:
             np.copyto(copy, value)
             self._copies[name] = copy
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """Wait until the checkpoint that was begun is published. Collective.
+
+        Returns:
+            False if it was given up, because a rank died while it was written.
 
         Raises:
             ReplicaError: on all ranks, if one could not write; earlier checkpoints are unchanged.
         """
         if not self._saving:
-            return
+            return True
         self._saving = False
         self._own_written.wait()
         all_gather_at(self._folder.comm, self._place)
@@ -120,6 +135,12 @@ class Writer:
             self._thread.join()
             self._thread = None
         problem, self._problem = self._problem, None
+        comm = self._folder.comm
+        if comm.survives and all_gather_at(comm, self._place, self._is_given_up)[0]:
+            if comm.rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+                _log.warning(f"{self._place}: a rank died while it was written. {_REMEDY}")
+            return False
 
         def raise_problem() -> None:
             if problem is not None:
@@ -132,6 +153,12 @@ class Writer:
             if error.collective:
                 shutil.rmtree(self._partial, ignore_errors=True)
             raise
+        return True
+
+    @property
+    def _is_given_up(self) -> bool:
+        """True if a rank has died since the checkpoint was begun, and it is not published."""
+        return self._folder.comm.recoveries != self._recoveries and self._partial.exists()
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
@@ -140,8 +167,9 @@ class Writer:
         try:
             self._write_own(position, content)
             self._own_written.set()
-            if self._folder.comm.rank == 0:
-                self._await_others()
+            if self._place_of_rank[0] == 0:
+                if not self._await_others():
+                    return
                 self._folder.publish(self._partial, position, self._keep)
                 supervision.report("saved", position=str(position), seconds=time.monotonic() - copied)
         except Exception as error:
@@ -151,7 +179,7 @@ class Writer:
             self._own_written.set()
 
     def _write_own(self, position: Position, content: Snapshot) -> None:
-        rank, partial = self._folder.comm.rank, self._partial
+        (rank, size), partial = self._place_of_rank, self._partial
         partial.mkdir(parents=True, exist_ok=True)
         mine = content.mine | {name: self._copies[name] for name in content.parts}
         shared = {name: self._copies[name] for name in content.shared}
@@ -159,7 +187,7 @@ class Writer:
         if rank == 0:
             manifest = {
                 "format": FORMAT,
-                "ranks": self._folder.comm.size,
+                "ranks": size,
                 "epoch": position.epoch,
                 "step": position.step,
             }
@@ -170,19 +198,21 @@ class Writer:
             }
         files.write(writes)
 
-    def _await_others(self) -> None:
-        """Wait until the files of all ranks exist.
+    def _await_others(self) -> bool:
+        """Wait until the files of all ranks exist; return False if a rank has died.
 
         Raises:
             HvdxError: if a rank reports a failure, or if files are missing after the time limit.
         """
-        wanted = {of_rank(rank): rank for rank in range(self._folder.comm.size)}
+        wanted = {of_rank(rank): rank for rank in range(self._place_of_rank[1])}
         end, last_look = time.monotonic() + time_limit(), False
         while True:
             present = set(os.listdir(self._partial))
             missing = [rank for name, rank in wanted.items() if name not in present]
             if not missing:
-                return
+                return True
+            if self._folder.comm.recoveries != self._recoveries:
+                return False
             failed = [rank for rank in missing if f"rank-{rank}.failed" in present]
             if failed:
                 raise HvdxError(f"ranks {failed} could not write their files")
@@ -201,7 +231,7 @@ class Writer:
         """Write a file by which rank 0 learns of the failure at once; ignore an error of the file system."""
         try:
             self._partial.mkdir(parents=True, exist_ok=True)
-            (self._partial / f"rank-{self._folder.comm.rank}.failed").write_text(one_line(error))
+            (self._partial / f"rank-{self._place_of_rank[0]}.failed").write_text(one_line(error))
         except OSError:
             return
 

@@ -1,6 +1,6 @@
 """Order of the callbacks of a `fit`, callbacks that run on rank 0 only, and access to the data iterator of `fit`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -67,6 +67,35 @@ def arrange(
                 callback.verbose = 0
     callbacks.callbacks = [first, *others, last]
     return muted
+
+
+def take_over(
+    callbacks: keras.callbacks.CallbackList,
+    first: keras.callbacks.Callback,
+    muted: Sequence[keras.callbacks.Callback],
+    model: keras.Model,
+    epoch: int | None,
+) -> None:
+    """Put callbacks that `arrange` removed back behind the first, in a hook of which Keras calls them next.
+
+    Args:
+        callbacks: the `CallbackList`.
+        first: first callback, whose hook calls this.
+        muted: callbacks that `arrange` returned.
+        model: model of the fit.
+        epoch: epoch that has begun; None if Keras begins it now.
+    """
+    append_to_logs(list(muted))
+    for callback in muted:
+        unmute_set_model(callback)
+        callback.set_params(first.params)
+        callback.set_model(model)
+        callback.on_train_begin()
+        if epoch is not None:
+            callback.on_epoch_begin(epoch)
+    # In the same list: Keras is iterating over it, and calls those behind the present one.
+    place = callbacks.callbacks.index(first) + 1
+    callbacks.callbacks[place:place] = muted
 
 
 def append(callbacks: keras.callbacks.CallbackList, callback: keras.callbacks.Callback) -> None:

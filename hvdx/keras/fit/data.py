@@ -30,11 +30,57 @@ class _Share(NamedTuple):
         epoch: int64 variable, number of the last order that was drawn.
         steps: number of steps in a pass.
         samples: number of samples in a step of all ranks together.
+        ranks: number of ranks.
     """
 
     epoch: weakref.ref[tf.Variable]
     steps: int
     samples: int
+    ranks: int
+
+
+# The places of this process's shares, where ranks may die.
+_places: list[weakref.ref[tf.Variable]] = []
+
+
+class _Place(NamedTuple):
+    """Rank whose share it is, and number of ranks: integers, or those that `deal` has set, read when a pass begins."""
+
+    own_rank: int
+    ranks: int
+    both: tf.Variable | None = None
+
+    @classmethod
+    def of(cls, rank: int, size: int) -> "_Place":
+        """Return a place that `deal` can change."""
+        both = tf.Variable([rank, size], dtype=tf.int64, trainable=False)
+        _places.append(weakref.ref(both))
+        return cls(rank, size, both)
+
+    @property
+    def changes(self) -> bool:
+        return self.both is not None
+
+    @property
+    def rank(self) -> int | tf.Tensor:
+        return self.own_rank if self.both is None else self.both[0]
+
+    @property
+    def size(self) -> int | tf.Tensor:
+        return self.ranks if self.both is None else self.both[1]
+
+
+def deal(rank: int, size: int) -> None:
+    """Deal the samples of the next pass through each share among the ranks that are left.
+
+    Args:
+        rank, size: this rank, and the number of ranks.
+    """
+    before = [both for place in _places if (both := place()) is not None]
+    _places[:] = [weakref.ref(both) for both in before]
+    for both in before:
+        both.assign([rank, size])
+    _shares[:] = [share._replace(samples=share.samples // share.ranks * size, ranks=size) for share in _living_shares()]
 
 
 def shard(
@@ -89,11 +135,14 @@ def shard(
         [[2, 3], [6, 7]]
     """
     joined = join()
+    # Shares of ranks that may die are dealt anew among those that are left.
+    dealt = joined.survives and rank is None and size is None
     rank, size = joined.rank if rank is None else rank, joined.size if size is None else size
     if not 0 <= rank < size:
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
     batch = _batch(batch_size, global_batch_size, size)
     compared = size == joined.size > 1
+    place = _Place.of(rank, size) if dealt else _Place(rank, size)
 
     def marked(share: tf.data.Dataset, whole: tf.data.Dataset | Structure, shuffled: bool | int) -> tf.data.Dataset:
         if compared:
@@ -108,15 +157,15 @@ def shard(
             )
         if compared:
             shares.check_order(data)
-        return marked(_shard_dataset(data, batch, shuffle, seed, drop_remainder, steps, rank, size), data, shuffle)
+        return marked(_shard_dataset(data, batch, shuffle, seed, drop_remainder, steps, place, size), data, shuffle)
     tensors = arrays.tensors_of(data)
     if batch is None:
         raise ConfigError("shard: batch_size: expected the samples a step on each rank, got None.")
     training, validation = (tensors, None) if validation_split is None else arrays.split(tensors, validation_split)
-    own = _shard_arrays(training, batch, bool(shuffle), seed, drop_remainder, steps, initial_epoch, rank, size)
+    own = _shard_arrays(training, batch, bool(shuffle), seed, drop_remainder, steps, initial_epoch, place, rank, size)
     if validation is None:
         return marked(own, training, shuffle)
-    held_out = _shard_arrays(validation, batch, False, seed, False, None, 0, rank, size)
+    held_out = _shard_arrays(validation, batch, False, seed, False, None, 0, place, rank, size)
     return marked(own, training, shuffle), marked(held_out, validation, False)
 
 
@@ -147,6 +196,7 @@ def _shard_arrays(
     drop_remainder: bool,
     steps: int | None,
     initial_epoch: int,
+    place: "_Place",
     rank: int,
     size: int,
 ) -> tf.data.Dataset:
@@ -166,9 +216,10 @@ def _shard_arrays(
         )
     epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
     if shuffle:
-        _shares.append(_Share(weakref.ref(epochs), steps, whole))
+        _shares.append(_Share(weakref.ref(epochs), steps, whole, size))
 
-    def batch_of(step: tf.Tensor, epoch: tf.Tensor) -> Structure:
+    def batch_of(step: tf.Tensor, epoch: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> Structure:
+        whole = batch * size
         begin = step * whole
         length = tf.minimum(tf.cast(whole, tf.int64), count - begin)
         positions = tf.range(begin + rank * length // size, begin + (rank + 1) * length // size)
@@ -179,11 +230,15 @@ def _shard_arrays(
 
     def epoch_of(_: tf.Tensor) -> tf.data.Dataset:
         epoch = epochs.assign_add(1)
-        numbered = tf.data.Dataset.range(steps)
-        return numbered.map(lambda step: batch_of(step, epoch), num_parallel_calls=2, deterministic=True)
+        rank, size = place.rank, place.size
+        taken = steps if drop_remainder else _steps_of(count, batch, rank, size)
+        numbered = tf.data.Dataset.range(taken)
+        return numbered.map(lambda step: batch_of(step, epoch, rank, size), num_parallel_calls=2, deterministic=True)
 
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
-    made = untuned(dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2))
+    if drop_remainder or not place.changes:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
+    made = untuned(dataset.prefetch(2))
     # TensorFlow does not know the length of the gathered rows; `batch_size` reads it here.
     set_batch_size(made, batch)
     return made
@@ -207,8 +262,12 @@ def _steps_with_remainder(count: int, batch: int, rank: int, size: int) -> int:
     """Return the number of steps of a rank if the samples of the last step are distributed evenly."""
     if count < size:
         raise ConfigError(f"shard: {count} samples for {size} ranks: expected at least one for each.")
-    full, rest = divmod(count, batch * size)
-    return full + int((rank + 1) * rest // size > rank * rest // size)
+    return int(_steps_of(count, batch, rank, size))
+
+
+def _steps_of(count: int, batch: int, rank: int | tf.Tensor, size: int | tf.Tensor) -> int | tf.Tensor:
+    full, rest = count // (batch * size), count % (batch * size)
+    return full + tf.cast((rank + 1) * rest // size > rank * rest // size, tf.int64)
 
 
 def _shard_dataset(
@@ -218,7 +277,7 @@ def _shard_dataset(
     seed: int,
     drop_remainder: bool,
     steps: int | None,
-    rank: int,
+    place: "_Place",
     size: int,
 ) -> tf.data.Dataset:
     count = int(data.cardinality())
@@ -245,12 +304,30 @@ def _shard_dataset(
                 "or use a smaller batch_size; if the elements are names of files, write the data to more files."
             )
         data = data.take(count // per_step * per_step)
-    data = data.shard(size, rank)
+    if place.changes:
+        return _changing_share(
+            data, place, batch, drop_remainder, steps or (count // per_step if drop_remainder else 0)
+        )
+    data = data.shard(size, place.rank)
     if batch is not None:
         data = data.batch(batch, drop_remainder=drop_remainder)
     if steps is not None and count < 0:
         data = data.apply(tf.data.experimental.assert_cardinality(steps))
     return data.prefetch(2)
+
+
+def _changing_share(
+    data: tf.data.Dataset, place: "_Place", batch: int | None, drop_remainder: bool, steps: int
+) -> tf.data.Dataset:
+    """Return a share that is dealt when a pass begins; `steps` is 0 if it may differ between ranks."""
+
+    def share(_: tf.Tensor) -> tf.data.Dataset:
+        mine = data.shard(place.size, place.rank)
+        mine = mine if batch is None else mine.batch(batch, drop_remainder=drop_remainder)
+        return mine.take(steps) if steps else mine
+
+    dataset = tf.data.Dataset.range(1).flat_map(share)
+    return (dataset.apply(tf.data.experimental.assert_cardinality(steps)) if steps else dataset).prefetch(2)
 
 
 def batch_size(dataset: tf.data.Dataset | None) -> int | None:

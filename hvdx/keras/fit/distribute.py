@@ -8,7 +8,7 @@ import keras
 
 from hvdx.comm import Comm
 from hvdx.keras.adapters.rank_local import Owner
-from hvdx.keras.fit import callback_list, limits
+from hvdx.keras.fit import callback_list, data, limits
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.checks import Checks
 from hvdx.keras.fit.comparison import Comparison
@@ -34,6 +34,7 @@ from hvdx.keras.seams.frames import calling_list
 from hvdx.keras.types import Logs
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
+from hvdx.strategies.base import refuse_unless_it_survives
 from hvdx.strategies.telemetry import Telemetry
 
 
@@ -89,6 +90,7 @@ class Distribute(Parts):
         limit, recording = limits.from_environment(), Recording(record)
         comm: Comm = join(strategy)
         strategy.check(comm)
+        refuse_unless_it_survives(strategy, comm)
         self.check_every, self._comm, self._limit = check_every, comm, limit
         self._attachment = attachment = Attachment(comm, strategy, recording)
         self._counting = counting = Counting(comm, attachment, recording)
@@ -121,6 +123,9 @@ class Distribute(Parts):
         self.parts = self.called = [part for part in order if comm.size > 1 or part.alone]
         self._muted: list[keras.callbacks.Callback] = []
         self._in_steps = False
+        self._list: keras.callbacks.CallbackList | None = None
+        # Recoveries after which the duties of rank 0, and the samples, have been distributed.
+        self._taken = self._dealt = comm.recoveries
 
     @property
     def strategy(self) -> Strategy:
@@ -148,6 +153,7 @@ class Distribute(Parts):
         found = found if self._comm.size > 1 else None
         if found is not None:
             self._copies.serve(found.callbacks)
+            self._list = found
             self._muted = callback_list.arrange(found, self, self._sync, EpochLogs, self._comm.rank)
         if self._comm.size > 1:
             # Keras calls the hooks of `SyncCallback` if it is in the list.
@@ -159,13 +165,35 @@ class Distribute(Parts):
     def on_train_begin(self, logs: Logs = None) -> None:
         """Begin a fit; `SyncCallback` lets the parts agree once all other callbacks have begun."""
         callback_list.unmute(self._muted)
+        self._taken = self._dealt = self._comm.recoveries
         super().on_train_begin(logs)
         if self._comm.size == 1:
             self.agree([self.offer()])
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._in_steps = True
+        self._deal()
         super().on_epoch_begin(epoch, logs)
+        self._take_over(None)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        super().on_train_batch_end(batch, logs)
+        self._take_over(self._counting.epoch)
+
+    def _deal(self) -> None:
+        """Deal the samples of the next pass among the ranks that are left."""
+        if self._dealt != self._comm.recoveries:
+            self._dealt = self._comm.recoveries
+            data.deal(self._comm.rank, self._comm.size)
+
+    def _take_over(self, epoch: int | None) -> None:
+        """On the rank that has become rank 0, run the callbacks that write."""
+        if self._taken == self._comm.recoveries:
+            return
+        self._taken = self._comm.recoveries
+        if self._comm.rank == 0 and self._list is not None and self._muted:
+            muted, self._muted = self._muted, []
+            callback_list.take_over(self._list, self, muted, self.model, epoch)
 
     def end_steps(self) -> None:
         """End the steps of an epoch, once."""
@@ -176,9 +204,11 @@ class Distribute(Parts):
     def on_test_begin(self, logs: Logs = None) -> None:
         """Begin a validation, with the same weights on all ranks."""
         self.end_steps()
+        self._deal()
         super().on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """End an epoch: replace this rank's metrics by those of all ranks, and check the replicas."""
         self.end_steps()
         super().on_epoch_end(epoch, logs)
+        self._take_over(epoch)

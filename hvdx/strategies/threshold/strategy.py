@@ -8,6 +8,7 @@ the weights are the same on all workers after each exchange, to the bit.
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -157,6 +158,7 @@ class Threshold(Strategy):
         self.max_staleness = _max_staleness(max_staleness)
         self.period = _period(period)
         self.asynchronous = self.max_staleness != 0
+        self.survives = not self.asynchronous and exchange != "sharded" and local != "dense"
         if self.asynchronous:
             self._refuse_synchronous_options()
             self.placement = "weights"
@@ -240,8 +242,11 @@ class Threshold(Strategy):
         # Imported here because it imports Numba, which other strategies do not need.
         from hvdx.strategies.threshold.opening import open_exchange
 
-        count = self._ranks_to_sum(comm.hosts)
-        return open_exchange(self.options, comm, specs, self.lookahead_for(momentum), device, count)
+        count, options = self._ranks_to_sum(comm.hosts), self.options
+        if comm.survives:
+            # A dead rank would leave its shard, or the sums of its host, without an owner.
+            count, options = 1, replace(options, exchange="all_gather")
+        return open_exchange(options, comm, specs, self.lookahead_for(momentum), device, count)
 
     def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """Return the client of rank 0, which hands out the steps."""
