@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
     def command(hosts: dict[str, int], workers: int) -> list[str]:
         rank = [sys.executable, "-I", "-S", str(_RANK), "all" if args.all else "first"]
-        options = ["--with-ft", "ulfm"] if survives else []
-        options += [*traffic_options(mpi, list(hosts)), *_host_options(mpi, hosts)]
+        survival = ["--with-ft", "ulfm"] if survives else []
+        options = [*survival, *traffic_options(mpi, list(hosts)), *_host_options(mpi, hosts)]
         return [*mpirun_command(workers, mpi), *options, *rank, *program]
 
     launch = command(hosts, workers)

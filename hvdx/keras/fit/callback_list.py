@@ -75,6 +75,7 @@ def take_over(
     muted: Sequence[keras.callbacks.Callback],
     model: keras.Model,
     epoch: int | None,
+    ended: dict[str, object] | None = None,
 ) -> None:
     """Put callbacks that `arrange` removed back behind the first, in a hook of which Keras calls them next.
 
@@ -83,7 +84,8 @@ def take_over(
         first: first callback, whose hook calls this.
         muted: callbacks that `arrange` returned.
         model: model of the fit.
-        epoch: epoch that has begun; None if Keras begins it now.
+        epoch: epoch that has begun; None if Keras begins the first now.
+        ended: logs with which this epoch has ended; None if it goes on.
     """
     append_to_logs(list(muted))
     for callback in muted:
@@ -93,6 +95,8 @@ def take_over(
         callback.on_train_begin()
         if epoch is not None:
             callback.on_epoch_begin(epoch)
+        if epoch is not None and ended is not None:
+            callback.on_epoch_end(epoch, dict(ended))
     # In the same list: Keras is iterating over it, and calls those behind the present one.
     place = callbacks.callbacks.index(first) + 1
     callbacks.callbacks[place:place] = muted

@@ -126,6 +126,8 @@ class Distribute(Parts):
         self._list: keras.callbacks.CallbackList | None = None
         # Recoveries after which the duties of rank 0, and the samples, have been distributed.
         self._taken = self._dealt = comm.recoveries
+        # The last epoch that has ended, and its logs.
+        self._ended: tuple[int | None, dict[str, object] | None] = None, None
 
     @property
     def strategy(self) -> Strategy:
@@ -166,6 +168,7 @@ class Distribute(Parts):
         """Begin a fit; `SyncCallback` lets the parts agree once all other callbacks have begun."""
         callback_list.unmute(self._muted)
         self._taken = self._dealt = self._comm.recoveries
+        self._ended = None, None
         super().on_train_begin(logs)
         if self._comm.size == 1:
             self.agree([self.offer()])
@@ -173,6 +176,8 @@ class Distribute(Parts):
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._in_steps = True
         self._deal()
+        # Rank 0 may have died in its callbacks at the end of the last epoch.
+        self._take_over(*self._ended)
         super().on_epoch_begin(epoch, logs)
         self._take_over(None)
 
@@ -186,14 +191,14 @@ class Distribute(Parts):
             self._dealt = self._comm.recoveries
             data.deal(self._comm.rank, self._comm.size)
 
-    def _take_over(self, epoch: int | None) -> None:
+    def _take_over(self, epoch: int | None, ended: dict[str, object] | None = None) -> None:
         """On the rank that has become rank 0, run the callbacks that write."""
         if self._taken == self._comm.recoveries:
             return
         self._taken = self._comm.recoveries
         if self._comm.rank == 0 and self._list is not None and self._muted:
             muted, self._muted = self._muted, []
-            callback_list.take_over(self._list, self, muted, self.model, epoch)
+            callback_list.take_over(self._list, self, muted, self.model, epoch, ended)
 
     def end_steps(self) -> None:
         """End the steps of an epoch, once."""
@@ -212,3 +217,9 @@ class Distribute(Parts):
         self.end_steps()
         super().on_epoch_end(epoch, logs)
         self._take_over(epoch)
+        self._ended = epoch, dict(logs or {})
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """End a fit; the rank that has become rank 0 first does what is left of the last epoch."""
+        self._take_over(*self._ended)
+        super().on_train_end(logs)

@@ -1,0 +1,73 @@
+"""`hvdx run --survive`: workers die in trainings, and the others end them with equal weights."""
+
+# Tests: hvdx/comm/surviving.py, hvdx/keras/fit/distribute.py, hvdx/keras/checkpoint/writer.py
+
+import re
+import sys
+
+from tests import warm
+from tests.launch import environment, run_command
+
+LIMIT = 120
+
+# Four workers. Rank 0 is killed in a step of the first fit, while a checkpoint is written; rank 2 raises an
+# error at the end of an epoch of the second, whose exchanges have periods.
+SCRIPT = """
+import hashlib, os, signal, sys
+import numpy as np, keras
+import hvdx, hvdx.keras
+from hvdx.comm import start
+hvdx.init()
+keras.utils.set_random_seed(0)
+me, folder = hvdx.rank(), sys.argv[1]
+x, y = np.random.default_rng(7).normal(size=(256, 6)).astype("float32"), np.arange(256, dtype="float32")
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(),
+                          keras.layers.Dense(1)])
+model.compile(keras.optimizers.Adam(0.01), "mse")
+train, validation = hvdx.shard((x, y), 4, validation_split=0.25)
+
+class Deaths(keras.callbacks.Callback):
+    fit = 0
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+    def on_train_batch_begin(self, batch, logs=None):
+        if (me, self.fit, self.epoch, batch) == (0, 1, 1, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+    def on_epoch_end(self, epoch, logs=None):
+        if (me, self.fit, epoch) == (2, 2, 1):
+            raise ValueError("the fault of rank 2")
+
+def fit(strategy, *more):
+    Deaths.fit += 1
+    model.fit(train, epochs=3, verbose=2, validation_data=validation,
+              callbacks=[hvdx.keras.Distribute(strategy), Deaths(), *more])
+    weights = hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()
+    assert len(set(start().all_gather_object(weights, "a test"))) == 1
+    print("FIT", Deaths.fit, "ENDED", flush=True)
+
+fit("all_reduce", keras.callbacks.CSVLogger(folder + "/log.csv"),
+    keras.callbacks.ModelCheckpoint(folder + "/{epoch}.keras"), hvdx.keras.Checkpoint(folder + "/checkpoints"))
+fit("threshold:period=3,target_density=0.1")
+mine = [float(target) for _, targets in train for target in targets]
+together = [target for some in start().all_gather_object(mine, "a test") for target in some]
+print("SAMPLES", len(together), len(set(together)), "RANKS", list(start().world_ranks), flush=True)
+"""
+
+
+def test_trainings_end_with_equal_weights_after_deaths(tmp_path):
+    program = [*warm.command(environment()), "-c", SCRIPT, str(tmp_path)]
+    done = run_command([sys.executable, "-m", "hvdx", "run", "-n", "4", "--all", "--survive", *program], LIMIT)
+    assert done.code == 0, str(done)
+    # Rank 1 took over the progress bar and the files of rank 0.
+    assert "FIT 1 ENDED" in done.out, done
+    assert "FIT 2 ENDED" in done.out, done
+    assert done.out.count("Epoch 3/3") == 2, done
+    assert [line.partition(",")[0] for line in (tmp_path / "log.csv").read_text().split()] == ["epoch", "0", "1", "2"]
+    assert {path.name for path in tmp_path.glob("*.keras")} == {"1.keras", "2.keras", "3.keras"}
+    assert "epoch-0003" in {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert not list((tmp_path / "checkpoints").glob("*saving*"))
+    assert "ValueError: the fault of rank 2" in done.out, done
+    lines = [line for line in done.out.splitlines() if "ranks train on" in line]
+    assert [re.findall(r"rank (\d) on \S+ has died; (\d) of 4", line) for line in lines] == [[("0", "3")], [("2", "2")]]
+    # The two that are left share the samples of a pass: 12 steps of 4 each, none twice.
+    assert "SAMPLES 96 96 RANKS [1, 3]" in done.out, done
