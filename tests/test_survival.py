@@ -47,7 +47,7 @@ def fit(strategy, *more):
 
 fit("all_reduce", keras.callbacks.CSVLogger(folder + "/log.csv"),
     keras.callbacks.ModelCheckpoint(folder + "/{epoch}.keras"), hvdx.keras.Checkpoint(folder + "/checkpoints"))
-fit("threshold:period=3,target_density=0.1")
+fit("threshold:period=3")
 mine = [float(target) for _, targets in train for target in targets]
 together = [target for some in start().all_gather_object(mine, "a test") for target in some]
 print("SAMPLES", len(together), len(set(together)), "RANKS", list(start().world_ranks), flush=True)

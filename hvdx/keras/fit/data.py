@@ -80,7 +80,9 @@ def deal(rank: int, size: int) -> None:
     _places[:] = [weakref.ref(both) for both in before]
     for both in before:
         both.assign([rank, size])
-    _shares[:] = [share._replace(samples=share.samples // share.ranks * size, ranks=size) for share in _living_shares()]
+    _shares[:] = [
+        _Share(share.epoch, share.steps, share.samples // share.ranks * size, size) for share in _living_shares()
+    ]
 
 
 def shard(

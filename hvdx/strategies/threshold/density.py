@@ -111,6 +111,8 @@ class DensityControl:
         if self._left_out:
             self._left_out -= 1
             return
+        if self._costs and len(self._costs[-1]) != len(costs):
+            self._costs = []  # a rank has died, and the others go on
         self._costs.append(costs)
         if len(self._costs) == (_WINDOW if self._reviews else _FIRST_WINDOW):
             cost = float(np.quantile(self._costs, _QUANTILE, axis=0).max())
