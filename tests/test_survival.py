@@ -5,6 +5,7 @@
 import re
 import sys
 
+from hvdx.report.records import read
 from tests import warm
 from tests.launch import environment, run_command
 
@@ -58,7 +59,11 @@ print("SAMPLES", len(together), sorted(together) == sorted(first), "RANKS", list
 
 def test_trainings_end_with_equal_weights_after_deaths(tmp_path):
     program = [*warm.command(environment()), "-c", SCRIPT, str(tmp_path)]
-    done = run_command([sys.executable, "-m", "hvdx", "run", "-n", "4", "--all", "--survive", *program], LIMIT)
+    done = run_command(
+        [sys.executable, "-m", "hvdx", "run", "-n", "4", "--all", "--survive", *program],
+        LIMIT,
+        {"HVDX_RECORD": str(tmp_path / "record")},
+    )
     assert done.code == 0, str(done)
     # Rank 1 took over the progress bar and the files of rank 0.
     assert "FIT 1 ENDED" in done.out, done
@@ -71,5 +76,8 @@ def test_trainings_end_with_equal_weights_after_deaths(tmp_path):
     assert "ValueError: the fault of rank 2" in done.out, done
     lines = [line for line in done.out.splitlines() if "ranks train on" in line]
     assert [re.findall(r"rank (\d) on \S+ has died; (\d) of 4", line) for line in lines] == [[("0", "3")], [("2", "2")]]
+    runs = read(tmp_path / "record")
+    assert [(run.complete, run.dead, len(run.interruptions)) for run in runs] == [(True, {0}, 1), (True, {1}, 1)]
+    assert min(run.goodput for run in runs) > 0.9
     # The two that are left take the first half of the samples of a pass: 12 steps of 4 each, none twice.
     assert "SAMPLES 96 True RANKS [1, 3]" in done.out, done

@@ -329,6 +329,21 @@ class Mailbox(abc.ABC):
         """True while a message has arrived in part."""
 
 
+@dataclass(frozen=True)
+class Death:
+    """Death of ranks after which the others went on.
+
+    Attributes:
+        ranks: those that died, by their numbers in the world.
+        left: number of ranks that are left.
+        seconds: from the first error on this rank to the end of the exchange that was repeated.
+    """
+
+    ranks: Sequence[int]
+    left: int
+    seconds: float
+
+
 class Comm(abc.ABC):
     """Communicator of a group of ranks.
 
@@ -345,6 +360,7 @@ class Comm(abc.ABC):
         library: name and version of the MPI library; "" without one.
         survives: True if the ranks go on without one that dies; see `complete`.
         recoveries: number of times that ranks died and the others went on. Each changes `rank`, `size` and `hosts`.
+        deaths: the deaths after which the others went on, in their order.
     """
 
     rank: int
@@ -362,6 +378,7 @@ class Comm(abc.ABC):
     library: str = ""
     survives: bool = False
     recoveries: int = 0
+    deaths: Sequence[Death] = ()
 
     @property
     def world_ranks(self) -> Sequence[int]:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import failure, launcher
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received
+from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi import MpiComm
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
@@ -122,6 +122,7 @@ class SurvivingComm(Comm):
 
         self._mpi, self._limit = MPI, time_limit()
         self._least = _least_ranks(launch.size or 1)
+        self.deaths: list[Death] = []
         self._lock, self._inside = threading.RLock(), False
         self._units, self._looked = 0, 0.0
         self._sends: list[MPI.Request] = []
@@ -184,8 +185,8 @@ class SurvivingComm(Comm):
             except StopIteration:
                 break
         self._units += 1
-        if failed_at and self.rank == 0:
-            self._tell(before, time.monotonic() - failed_at)
+        if failed_at:
+            self._note(before, time.monotonic() - failed_at)
         return results[0]
 
     @property
@@ -270,11 +271,17 @@ class SurvivingComm(Comm):
         if self.rank == 0:
             _show_output()
 
-    def _tell(self, before: Sequence[int], seconds: float) -> None:
-        died = [f"rank {rank} on {self._hosts[rank]}" for rank in before if rank not in self._members]
-        if not died:
+    def _note(self, before: Sequence[int], seconds: float) -> None:
+        """Keep a death, and tell the user of it."""
+        ranks = [rank for rank in before if rank not in self._members]
+        if ranks:
+            self.deaths.append(Death(ranks, self.size, seconds))
+        if self.rank:
+            return
+        if not ranks:
             _log.warning(f"an exchange failed, and nobody died; it was repeated after {seconds:.2f} s.")
             return
+        died = [f"rank {rank} on {self._hosts[rank]}" for rank in ranks]
         head = f"{' and '.join(died)} {'has' if len(died) == 1 else 'have'}"
         _log.warning(
             f"{head} died; {self.size} of {len(self._hosts)} ranks train on after {seconds:.3f} s. Lost: the rest of "

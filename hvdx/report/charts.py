@@ -68,6 +68,7 @@ class Line:
         high: upper edge of the band, float[n].
         style: 1 to 6 for a named line, 0 for one worker, None for a thin grey line.
         letter: the letter at its end.
+        marks: abscissas that crosses mark on the line.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Line:
     high: Sequence[float]
     style: int | None = None
     letter: str = ""
+    marks: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,10 @@ def _draw(axes: "Axes", line: Line) -> None:
             axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0, zorder=1)
     elif len(x) == 1:
         options["marker"] = "."
-    axes.plot(x, np.asarray(line.y, float), color=colour, **options)
+    y = np.asarray(line.y, float)
+    axes.plot(x, y, color=colour, **options)
+    if line.marks:
+        axes.plot(line.marks, np.interp(line.marks, x, y), "x", color=_COLOURS["--ink"], markersize=8, zorder=4)
 
 
 def _label_ends(axes: "Axes", named: Sequence[Line]) -> None:

@@ -146,7 +146,8 @@ def _metric(overview: Overview, timed: bool) -> Figure:
             style, letter = styles.get(group.strategy, (None, ""))
             xs = [point.seconds if timed else point.epoch for point in points]
             means, lows, highs = ([getattr(p, name) for p in points] for name in ("mean", "low", "high"))
-            drawn.append(Line(group.strategy, xs, means, lows, highs, style, letter))
+            marks = [event.time for run in group.counted for event in run.interruptions] if timed else []
+            drawn.append(Line(group.strategy, xs, means, lows, highs, style, letter, marks))
             ends.append(f"{group.strategy} ends at {number(points[-1].mean)}")
         over = "seconds" if timed else "epochs"
         summary = f"{metric} over {over}, {setting}. {_first(ends)}"
@@ -154,6 +155,8 @@ def _metric(overview: Overview, timed: bool) -> Figure:
         panels.append((str(setting), lines(drawn, ("seconds" if timed else "epoch", metric), summary, target)))
     seeds = max(len(group.counted) for group in overview.groups)
     band = f" A line is the mean over {seeds} seeds, the band reaches from the lowest to the highest." * (seeds > 1)
+    crosses = any(run.interruptions for group in overview.groups for run in group.counted)
+    band += " A cross marks a failure after which the training went on." * (timed and crosses)
     what = "wall time since the fit began" if timed else "number of completed epochs"
     return Figure(
         f"{metric} over {'time' if timed else 'epochs'}",

@@ -66,6 +66,7 @@ _RULES: dict[str, list[tuple[str, bool, Callable[[Any], bool], str]]] = {
         ("size", False, lambda v: _is_whole(v) and v >= 1, "a whole number of 1 or more"),
         ("time", False, _is_number, "a number"),
         ("id", False, lambda v: isinstance(v, str | int), "a name"),
+        ("begin", False, lambda v: isinstance(v, list) and len(v) == 2 and all(map(_is_whole, v)), "two whole numbers"),
     ],
     "epoch": [
         ("epoch", True, _is_whole, "a whole number"),
@@ -74,6 +75,10 @@ _RULES: dict[str, list[tuple[str, bool, Callable[[Any], bool], str]]] = {
         ("logs", False, _is_metrics, "numbers by name"),
         ("begin", False, _is_number, "a number"),
         ("spans", False, _are_spans, "names, each with two numbers"),
+    ],
+    "death": [
+        *((name, True, _is_number, "a number") for name in ("time", "left", "seconds")),
+        ("ranks", True, lambda v: isinstance(v, list) and bool(v) and all(map(_is_whole, v)), "ranks"),
     ],
     "clock": [(name, True, _is_number, "a number") for name in ("time", "offset", "error")],
     "end": [

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdx.errors import ConfigError
+from hvdx.report.attempts import join_attempts
 from hvdx.report.records import OUTCOME, Run, read, read_outcome
 
 #: Settings of a whole comparison, beside the folder of its runs.
@@ -262,7 +263,7 @@ def load(folders: Sequence[str | os.PathLike[str]], target: tuple[str, float] | 
     for path in paths:
         outcomes = sorted(file.parent for file in path.rglob(OUTCOME))
         try:
-            found = read(path)
+            found = join_attempts(read(path))
         except ConfigError:
             if not outcomes or any(path.rglob("rank-*.jsonl")):
                 raise

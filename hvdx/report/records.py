@@ -7,6 +7,7 @@ record that is whole up to the last write:
     clock     the offset between the clock of this rank and that of rank 0
     steps     some steps, one list for each column; times are seconds since the fit began
     strategy  the strategy that `Auto` chose; the reader adds it to the header as "chosen"
+    death     ranks that died, and the others trained on
     epoch     the end of an epoch, with its metrics
     end       the end of the fit; absent if the job died
 
@@ -18,7 +19,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,38 @@ class ClockOffset:
     error: float
 
 
+@dataclass(frozen=True)
+class Interruption:
+    """Event that cost a training seconds which are not in its result.
+
+    Attributes:
+        time: seconds since the fit began.
+        seconds: seconds that were lost.
+        what: what happened, in words.
+    """
+
+    time: float
+    seconds: float
+    what: str
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """Deaths after which the other ranks trained on.
+
+    Attributes:
+        time: seconds since the fit began.
+        ranks: ranks that died.
+        left: number of ranks that are left.
+        seconds: seconds until the others had repeated the exchange.
+    """
+
+    time: float
+    ranks: Sequence[int]
+    left: int
+    seconds: float
+
+
 @dataclass
 class RankRecord:
     """Record of one rank in one fit.
@@ -166,6 +199,7 @@ class RankRecord:
         epochs: the epochs.
         end: fields of the line `end`; None if the job died.
         clocks: the measured offsets of the clock; none on one worker.
+        deaths: deaths of other ranks.
         traced: indices in the columns of the calls that begin with compiling: the first one, and the one after a
             change of the strategy.
     """
@@ -175,6 +209,7 @@ class RankRecord:
     epochs: list[Epoch] = field(default_factory=list)
     end: dict[str, Any] | None = None
     clocks: list[ClockOffset] = field(default_factory=list)
+    deaths: list[Deaths] = field(default_factory=list)
     traced: list[int] = field(default_factory=lambda: [0])
 
     def settled(self, skip: int = 1) -> np.ndarray:
@@ -197,6 +232,7 @@ class Run:
         folder: folder of the record.
         ranks: record of each rank that wrote one.
         outcome: settings and end of the run from `hvdx compare`; empty without it.
+        restarts: restarts of the job, in a run that `join_attempts` made.
 
     Example:
         >>> run = Run(Path("demo"), {0: RankRecord({"strategy": "AllReduce()", "size": 2})})
@@ -207,15 +243,21 @@ class Run:
     folder: Path
     ranks: dict[int, RankRecord]
     outcome: dict[str, Any] = field(default_factory=dict)
+    restarts: list[Interruption] = field(default_factory=list)
+
+    @property
+    def dead(self) -> set[int]:
+        """Ranks that died while the others trained on."""
+        return {rank for record in self.ranks.values() for deaths in record.deaths for rank in deaths.ranks}
 
     @property
     def first(self) -> RankRecord:
-        """Record of the lowest rank."""
-        return self.ranks[min(self.ranks)]
+        """Record of the lowest rank that did not die."""
+        return self.ranks[min(self.ranks.keys() - self.dead or self.ranks)]
 
     @property
     def header(self) -> dict[str, Any]:
-        """Header of the lowest rank."""
+        """Header of the first rank."""
         return self.first.header
 
     @property
@@ -230,13 +272,29 @@ class Run:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """The epochs, by the clock of the lowest rank."""
+        """The epochs, by the clock of the first rank."""
         return self.first.epochs
 
     @property
     def complete(self) -> bool:
-        """True if every rank recorded the end of the fit."""
-        return len(self.ranks) == self.size and all(rank.end is not None for rank in self.ranks.values())
+        """True if every rank that did not die recorded the end of the fit."""
+        left = self.ranks.keys() - self.dead
+        return len(left | self.dead) == self.size and all(self.ranks[rank].end is not None for rank in left)
+
+    @property
+    def interruptions(self) -> list[Interruption]:
+        """Restarts, and deaths after which the others trained on, in the order of their times."""
+        deaths = [
+            Interruption(found.time, found.seconds, f"{_ranks(found.ranks)} died, and {found.left} trained on")
+            for found in self.first.deaths
+        ]
+        return sorted([*self.restarts, *deaths], key=lambda interruption: interruption.time)
+
+    @property
+    def goodput(self) -> float:
+        """Share of the seconds since the fit began that trained what is in the result, from 0 to 1."""
+        lost = sum(interruption.seconds for interruption in self.interruptions)
+        return max(0.0, 1.0 - lost / self.seconds) if self.seconds else 1.0
 
     @property
     def seconds(self) -> float:
@@ -291,6 +349,10 @@ class Run:
         """Return the mean bytes that a rank sends in a step."""
         steps = sum(rank.steps["step"][-1] for rank in self.ranks.values() if rank.steps)
         return sum(rank.steps["sent"].sum() for rank in self.ranks.values() if rank.steps) / max(steps, 1)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _steps_of_calls(rank: RankRecord) -> np.ndarray:
@@ -386,6 +448,8 @@ def _read_file(path: Path) -> list[RankRecord]:
             given = {name: values[name] for name in ("epoch", "step", "time", "begin") if name in values}
             spans = [(str(name), begin, end) for name, begin, end in values.get("spans", ())]
             records[-1].epochs.append(Epoch(**given, logs=values.get("logs", {}), spans=spans))
+        elif in_fit and kind == "death":
+            records[-1].deaths.append(Deaths(values["time"], values["ranks"], values["left"], values["seconds"]))
         elif in_fit and kind == "clock":
             records[-1].clocks.append(ClockOffset(values["time"], values["offset"], values["error"]))
         elif in_fit and kind == "end":

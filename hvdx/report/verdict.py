@@ -112,11 +112,33 @@ def judge(runs: Sequence[Run], target: Target | None = None, troubles: Sequence[
     if not world.groups:
         return Verdict(["There are no runs to judge."])
     criteria = [criterion for setting in world.settings for criterion in _criteria(world, setting)]
-    sentences = [*_warnings(world), *_distribution(world), *_flips(criteria)]
+    sentences = [*_warnings(world), *_distribution(world), *_interruptions(world), *_flips(criteria)]
     for setting in world.settings:
         sentences += _answers(world, [criterion for criterion in criteria if criterion.setting == setting])
     sentences += _alone(world)
     return Verdict(sentences + _failures(world), criteria, world.metric)
+
+
+# Most interruptions of a run that a sentence lists.
+_LISTED = 3
+
+
+def _interruptions(world: "_World") -> list[str]:
+    """Return a sentence for each run that went on after failures."""
+    found = []
+    for run in world.runs:
+        events = run.interruptions
+        if not events:
+            continue
+        listed = [f"{event.what} at {_seconds(event.time)}" for event in events[:_LISTED]]
+        more = len(events) - len(listed)
+        seed = f", seed {seed_of(run, run.outcome)}" if seed_of(run, run.outcome) else ""
+        found.append(
+            f"{name_of(run)}, {setting_of(run)}{seed}: the goodput is {run.goodput:.2f}: "
+            f"{_seconds(sum(event.seconds for event in events))} of {_seconds(run.seconds)} trained nothing that is in "
+            f"the result ({'; '.join(listed)}{f'; and {more} more' if more else ''})."
+        )
+    return found
 
 
 class _World:

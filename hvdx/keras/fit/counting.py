@@ -29,13 +29,18 @@ class Counting(Part):
         self._comm, self._attachment, self._recording = comm, attachment, recording
         self.counters = Counters()
         self.epoch, self.trained = 0, False
-        # Number of the first step of this fit in its epoch; above 0 after a checkpoint in mid-epoch.
-        self._first_batch: int | None = None
+        # Epoch and number in it of the first step of this fit; the number is above 0 after a checkpoint in mid-epoch.
+        self._first: tuple[int, int] | None = None
 
     @property
     def steps_of_fit(self) -> int:
         """Steps of this rank since the fit began."""
-        return self.counters.steps - (self._first_batch or 0)
+        return self.counters.steps - self.begin[1]
+
+    @property
+    def begin(self) -> tuple[int, int]:
+        """Epochs before this fit, and steps of the next one; not (0, 0) after a checkpoint."""
+        return self._first or (0, 0)
 
     @property
     def ended(self) -> bool:
@@ -46,7 +51,7 @@ class Counting(Part):
         """Begin the counts of a fit."""
         self.counters = Counters(size=self._comm.size)
         self.counters.start()
-        self._first_batch, self.trained = None, False
+        self._first, self.trained = None, False
         progress.first_step(self._comm.size > 1)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -57,8 +62,8 @@ class Counting(Part):
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Record the position of this rank."""
         progress.step(f"step {batch + 1} of epoch {self.epoch + 1}", (self.epoch, batch))
-        if self._first_batch is None:
-            self._first_batch = batch
+        if self._first is None:
+            self._first = self.epoch, batch
         if self._recording.on:
             self._recording.step_begins()
 

@@ -2,7 +2,7 @@
 
 import functools
 
-from hvdx.comm import Comm, offsets
+from hvdx.comm import Comm, offsets, supervision
 from hvdx.keras.fit import description
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.costs import Costs
@@ -35,8 +35,12 @@ class Record(Part):
         self._counting, self._costs, self._limit = counting, costs, limit
         # True if all ranks record; a rank whose disk becomes full still answers the others.
         self._compares_clocks = False
+        # Ranks at the begin of the fit, by their numbers in the world; and deaths that are in the record.
+        self._ranks: list[int] = []
+        self._deaths = 0
 
     def on_train_begin(self, logs: Logs = None) -> None:
+        self._ranks, self._deaths = list(self._comm.world_ranks), len(self._comm.deaths)
         describe = functools.partial(self._describe, repr(self._attachment.strategy))
         self._recording.begin(self._comm.rank, lambda: self._attachment.adapters, describe)
 
@@ -46,7 +50,9 @@ class Record(Part):
         networks = [n for e in exchanges if (n := getattr(e, "network", None)) is not None]
         return {
             "rank": self._comm.rank,
-            "size": self._comm.size,
+            "size": len(self._ranks),
+            "attempt": list(supervised) if all(supervised := supervision.attempt()) else None,
+            "begin": list(self._counting.begin),
             "strategy": strategy,
             "epochs": self.params.get("epochs"),
             "steps": self._sync.steps if self._comm.size > 1 else self.params.get("steps"),
@@ -89,10 +95,18 @@ class Record(Part):
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Write the rows of steps once a second."""
         if self._recording.on:
+            self._write_deaths()
             self._recording.write_if_due()
+
+    def _write_deaths(self) -> None:
+        """Write the deaths that are not in the record."""
+        for death in self._comm.deaths[self._deaths :]:
+            self._recording.add_death([self._ranks.index(rank) for rank in death.ranks], death.left, death.seconds)
+        self._deaths = len(self._comm.deaths)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Write the line of an epoch, and after some epochs the offset of the clock."""
+        self._write_deaths()
         costs = self._costs.so_far().full() if self._attachment.logs_cost else {}
         self._recording.end_epoch(epoch + 1, logs or {}, costs)
         # After 1, 2, 4, 8 ... epochs: all ranks decide alike, and short epochs do not become longer.
@@ -105,4 +119,5 @@ class Record(Part):
 
     def end(self, reason: str) -> None:
         """Write the end of the fit, for a reason of `Recording.end`."""
+        self._write_deaths()
         self._recording.end(reason, vars(merged(self._attachment.costs())))

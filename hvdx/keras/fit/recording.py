@@ -150,6 +150,17 @@ class Recording:
         else:
             self._put("clock", **clock)
 
+    def add_death(self, ranks: Sequence[int], left: int, seconds: float) -> None:
+        """Write a death after which the others went on.
+
+        Args:
+            ranks: those that died, by their numbers at the begin of the fit.
+            left: number of ranks that are left.
+            seconds: seconds that the others lost.
+        """
+        if self.on:
+            self._line("death", time=self.seconds(), ranks=list(ranks), left=left, seconds=round(seconds, _DECIMALS))
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:

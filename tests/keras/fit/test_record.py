@@ -52,7 +52,7 @@ def record(comm, ended=False, reached=False, logs_cost=False, network=None):
         calls,
         SimpleNamespace(steps=7),
         attachment,
-        SimpleNamespace(ended=ended),
+        SimpleNamespace(ended=ended, begin=(0, 4)),
         SimpleNamespace(so_far=lambda: Telemetry(steps=3)),
         SimpleNamespace(reached=reached),
     )
@@ -70,10 +70,10 @@ def test_description_has_the_first_strategy_the_steps_of_all_ranks_and_the_link(
         _, calls, attachment = record(comm, network=Link(bandwidth=5.0, latency=0.1))
         attachment.strategy = "its successor"
         found = calls.describe()
-        return [found[name] for name in ("rank", "size", "strategy", "epochs", "steps", "link")]
+        return [found[name] for name in ("rank", "size", "strategy", "epochs", "steps", "link", "begin")]
 
     link = {"bandwidth": 5.0, "latency": 0.1}
-    assert on_all(size, run) == [[rank, size, "'the first'", 2, steps, link] for rank in range(size)]
+    assert on_all(size, run) == [[rank, size, "'the first'", 2, steps, link, [0, 4]] for rank in range(size)]
 
 
 @pytest.mark.parametrize(
