@@ -13,7 +13,7 @@ A step is a sum of terms:
     copying     passes over the tensors on the host: buffers, casts, sums
     encoding    the codec's encoder
     latency     rounds of the exchange, the overhead of each message, and polling
-    transfer    bytes on the link
+    transfer    bytes on the link, less what the backward pass hides
     decoding    the codec's decoder
 """
 
@@ -23,11 +23,14 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 from hvdx.comm.base import BLOCK_BYTES, Engine
+from hvdx.comm.buckets import fill
 from hvdx.comm.waiting import overshoot
 from hvdx.costs.types import TERMS, Layer, Link, Machine, Prediction
 
 # Horovod's thread looks for tensors this often, in seconds; with `rarely`, see `hvdx.comm.horovod`.
 _CYCLE, _RARE_CYCLE = 1e-3, 5e-3
+# Share of a step's computing after which the first gradients are ready: that of the forward pass.
+_FORWARD = 1 / 3
 # Bytes of Horovod's fusion buffer.
 _FUSION = 128 << 20
 
@@ -205,6 +208,24 @@ class Situation:
             block = min(payload / count, BLOCK_BYTES) * here / link.bandwidth
             terms["latency"] += 2 * link.latency + overshoot(block) + messages * self.machine.message
         return terms
+
+    def hidden(self, itemsize: int, transfer: float) -> float:
+        """Return the seconds of a transfer of gradients over MPI that the backward pass hides; see `comm.buckets`.
+
+        The gradients of each tensor are assumed to take a part of the backward pass like its part of the elements.
+
+        Args:
+            itemsize: bytes per element on the network.
+            transfer: seconds of the transfer of all gradients.
+        """
+        if self.engine != "mpi" or self.workers <= self.per_host or not self.elements:
+            return 0.0
+        ready, end = _FORWARD * self.computing, 0.0
+        for bucket in fill([itemsize * elements for elements in self.tensors]):
+            part = sum(self.tensors[index] for index in bucket) / self.elements
+            ready += part * (1 - _FORWARD) * self.computing
+            end = max(ready, end) + part * transfer
+        return self.computing + transfer - end
 
     def gathering(self, itemsize: int) -> tuple[dict[str, float], float]:
         """Return the terms of gathering the gradients of embeddings, and the bytes that a worker sends for it.

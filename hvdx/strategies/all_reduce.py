@@ -101,7 +101,8 @@ class AllReduce(Strategy):
             situation = replace(situation, tables=())
         whole = situation.elements - sum(table.parameters for table in situation.tables)
         rows, gathered = situation.gathering(itemsize)
-        terms = added([situation.reduction(itemsize, whole), rows])
+        dense = situation.reduction(itemsize, whole)
+        terms = added([dense, {"transfer": -situation.hidden(itemsize, dense.get("transfer", 0.0))}, rows])
         terms |= {"waiting": situation.slowest, "polling": situation.polling()}
         buffers = {"buffers": situation.reduction_memory(itemsize, whole)}
         return situation.prediction(terms, ring_bytes(itemsize * whole, situation.workers) + gathered, buffers)

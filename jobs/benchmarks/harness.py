@@ -339,6 +339,7 @@ def launch(
     per_host: int = 1,
     limit: float = 14_400,
     env: Mapping[str, str] | None = None,
+    start: Sequence[str] = (),
 ) -> Ended:
     """Run workers of a benchmark to their end.
 
@@ -351,6 +352,7 @@ def launch(
         per_host: number of workers on each emulated host.
         limit: time limit in seconds.
         env: further environment variables of the workers.
+        start: words that start the workers, in place of mpirun's.
 
     Raises:
         SystemExit: if the workers fail, or none reports figures; the message has their output.
@@ -363,8 +365,8 @@ def launch(
             lab += ["--burst", burst] if burst else []
             lab += ["--ranks-per-host", str(per_host)] if per_host > 1 else []
             worker = [sys.executable, "-m", "hvdx", *lab, "--", *worker]
-        elif ranks > 1:
-            worker = [*mpirun_command(ranks), *worker]
+        elif start or ranks > 1:
+            worker = [*(start or mpirun_command(ranks)), *worker]
         # The benchmark chooses the strategy.
         inherited = {name: value for name, value in os.environ.items() if name != "HVDX_STRATEGY"}
         ended = processes.run(worker, limit, inherited | dict(env or {}))

@@ -40,6 +40,16 @@ def test_sum_on_one_host_only_passes_over_memory():
     assert found["transfer"] == 0.0
 
 
+def test_backward_pass_hides_the_transfer_of_all_buckets_but_the_last():
+    # Four buckets of 4 MB, each a second of the link. The pass ends after 9 s; one bucket is left then.
+    situation = change(workers=2, tensors=(1_000_000,) * 4, computing=9.0, link=Link(0.0, 4e6))
+    assert situation.hidden(4, 4.0) == pytest.approx(3.0)
+    # The link is busy from the first bucket on: it hides what is left of the pass.
+    assert situation.hidden(4, 40.0) == pytest.approx(9.0 - (3.0 + 1.5))
+    for other in ({"engine": "horovod"}, {"per_host": 2}, {"tensors": (4_000_000,)}):
+        assert dataclasses.replace(situation, **other).hidden(4, 4.0) == pytest.approx(0.0)
+
+
 def test_link_of_a_host_carries_one_vector():
     alone, shared = (change(workers=w, per_host=k).reduction(4, 1_000_000) for w, k in ((2, 1), (8, 4)))
     assert shared["transfer"] == pytest.approx(alone["transfer"])

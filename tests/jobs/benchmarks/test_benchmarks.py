@@ -6,7 +6,7 @@
 # Tests: jobs/benchmarks/local_steps.py
 # Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
 # Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
-# Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/tcp.py
+# Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/survival.py, jobs/benchmarks/tcp.py
 
 import importlib
 import json
@@ -44,6 +44,7 @@ BENCHMARKS = {
     "simulate": ("--hosts 2 --bandwidth 1gbit --elements 2k --steps 4", {}),
     "split": ("--ways pair --steps 4 --batch 4", {"WAYS": {"pair": _PAIR}}),
     "split_memory": ("--ranks 2 --width 16 --steps 1", {}),
+    "survival": ("--rounds 1 --steps 44", {"STRATEGIES": ("all_reduce:engine=mpi",), "COST": 100.0}),
     "tcp": ("--hosts 2 --megabytes 0.01", {}),
 }
 
@@ -52,7 +53,7 @@ BENCHMARKS = {
 def on_this_machine(tmp_path, monkeypatch):
     """Replace `harness.launch` by a function that starts the workers without emulated hosts, on little data."""
 
-    def launch(file, setting, ranks=1, bandwidth="", burst="", per_host=1, limit=0.0, env=None):
+    def launch(file, setting, ranks=1, bandwidth="", burst="", per_host=1, limit=0.0, env=None, start=()):
         folder = tmp_path / "workers"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
