@@ -1,6 +1,7 @@
-"""`hvdx run --survive`: workers die in trainings, and the others end them with equal weights."""
+"""`hvdx run --survive`: workers die in trainings, and the others end them with equal weights, also with spares."""
 
-# Tests: hvdx/comm/surviving.py, hvdx/keras/fit/distribute.py, hvdx/keras/checkpoint/writer.py
+# Tests: hvdx/comm/surviving.py, hvdx/comm/spares.py, hvdx/keras/fit/distribute.py, hvdx/keras/fit/replacing.py
+# Tests: hvdx/keras/checkpoint/writer.py, hvdx/keras/checkpoint/newcomers.py
 
 import re
 import sys
@@ -81,3 +82,52 @@ def test_trainings_end_with_equal_weights_after_deaths(tmp_path):
     assert min(run.goodput for run in runs) > 0.9
     # The two that are left take the first half of the samples of a pass: 12 steps of 4 each, none twice.
     assert "SAMPLES 96 True RANKS [1, 3]" in done.out, done
+
+
+# Two workers and two spares. Rank 0 is killed in the second epoch, and the spare that has replaced it in the third. The
+# learning rate depends on the losses of all epochs.
+SPARES = """
+import hashlib, os, signal, sys
+import numpy as np, keras
+import hvdx, hvdx.keras
+from hvdx.comm import start
+hvdx.init()
+keras.utils.set_random_seed(0)
+x, y = np.random.default_rng(7).normal(size=(64, 6)).astype("float32"), np.arange(64, dtype="float32")
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.1), keras.layers.BatchNormalization(),
+                          keras.layers.Dense(1)])
+model.compile(keras.optimizers.Adam(0.01), "mse")
+train, comm = hvdx.shard((x, y), 4), start()
+
+class Deaths(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        print("EPOCH", epoch, list(comm.world_ranks), flush=True)
+        self.epoch = epoch
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self.epoch, comm.world_ranks[comm.rank], batch) in ((1, 0, 1), (2, 2, 1)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+rate = keras.callbacks.ReduceLROnPlateau("loss", mode="max", patience=2)
+history = model.fit(train, epochs=5, verbose=0, callbacks=[
+    hvdx.keras.Distribute("all_reduce"), Deaths(), rate, hvdx.keras.Checkpoint(sys.argv[1])]).history["loss"]
+state = b"".join(np.asarray(w).tobytes() for w in (*model.weights, *model.optimizer.variables))
+assert len(set(comm.all_gather_object(hashlib.sha256(state).hexdigest(), "a test"))) == 1
+assert len(set(comm.all_gather_object(tuple(map(float, history)), "a test"))) == 1
+mine = [float(target) for _, targets in train for target in targets]
+together = [target for some in comm.all_gather_object(mine, "a test") for target in some]
+print("ENDED", len(history), len(together), len(set(together)), list(comm.world_ranks), flush=True)
+"""
+
+
+def test_spares_take_the_places_of_dead_workers(tmp_path):
+    program = [*warm.command(environment()), "-c", SPARES, str(tmp_path)]
+    options = ["-n", "2", "--all", "--survive", "--spares", "2"]
+    done = run_command([sys.executable, "-m", "hvdx", "run", *options, *program], LIMIT)
+    assert done.code == 0, str(done)
+    # Each epoch begins with two workers; two of them print each line.
+    ranks = {epoch: re.findall(rf"EPOCH {epoch} (\[.*\])", done.out) for epoch in range(5)}
+    after = "[1, 2]", "[1, 3]"
+    assert ranks == {0: ["[0, 1]"] * 2, 1: ["[0, 1]"] * 2, 2: [after[0]] * 2, 3: [after[1]] * 2, 4: [after[1]] * 2}
+    # The last spare has the history of the others, and shares all samples with the last of the first workers.
+    assert done.out.count("ENDED 5 64 64 [1, 3]") == 2, done
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch-0004", "epoch-0005"}

@@ -15,7 +15,7 @@ from hvdx.cli.common.mpi_traffic import traffic_options
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.cli.common.reachable import check_hosts
 from hvdx.cli.supervising.supervisor import Job, supervise
-from hvdx.comm import surviving
+from hvdx.comm import spares, surviving
 from hvdx.errors import LaunchError
 
 NAME = "run"
@@ -35,12 +35,14 @@ the job.
   hvdx run -n 4 --checkpoint ckpt --max-restarts 5 python train.py
                                                        save every minute; after a failure, start again from there
   hvdx run -n 4 --survive python train.py              when a worker dies, the others go on
+  hvdx run -n 4 --survive --spares 1 python train.py   and a fifth process takes its place after the epoch
 
 With --survive, workers of Open MPI 5 go on without one that dies, never fewer than --min-workers; the job ends with 0
-if one of them finishes. With --max-restarts, a job that fails is started again after its last checkpoint, on the hosts
-that answer. A failure that would only repeat ends it: a ConfigError, a wrong command line, the same error twice before
-the first step; so do Ctrl-C and SIGTERM. --checkpoint works for a `fit` with `Distribute`; a script that has a
-`Checkpoint` keeps its own. docs/survive.md says what is lost.
+if one of them finishes. With --spares, further processes wait in the first `fit` with `Distribute`, and take the places
+of dead workers when an epoch ends. With --max-restarts, a job that fails is started again after its last checkpoint, on
+the hosts that answer. A failure that would only repeat ends it: a ConfigError, a wrong command line, the same error
+twice before the first step; so do Ctrl-C and SIGTERM. --checkpoint works for a `fit` with `Distribute`; a script that
+has a `Checkpoint` keeps its own. docs/survive.md says what is lost.
 
 With Open MPI, workers on one machine listen on no network, and workers on several exchange over the network that all
 hosts are on. OMPI_MCA_btl, OMPI_MCA_btl_tcp_if_include or ..._exclude changes that.
@@ -62,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show the standard output of all workers")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="restarts after failures (default: 0)")
     parser.add_argument("--survive", action="store_true", help="when a worker dies, the others go on (Open MPI 5)")
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes that replace dead workers of --survive (default: 0)",
+    )
     parser.add_argument(
         "--min-workers", type=int, metavar="N", help="least workers that go on, or are started again (default: 1)"
     )
@@ -85,14 +94,16 @@ def run(args: argparse.Namespace) -> int:
     if not words:
         raise LaunchError(f"run: expected a program after the options, got none. For example: {EXAMPLE}")
     hosts = _hosts(args)
-    workers = args.n if args.n is not None else sum(hosts.values())
+    workers = args.n if args.n is not None else sum(hosts.values()) - args.spares
     if workers < 1:
         raise LaunchError(f"run: expected -n N, 1 worker or more, --hosts or --hostfile. For example: {EXAMPLE}")
-    if hosts and workers > sum(hosts.values()):
+    if hosts and workers + args.spares > sum(hosts.values()):
         raise LaunchError(
-            f"run: -n {workers}: the hosts have room for {sum(hosts.values())} workers. Raise theirs, or lower -n."
+            f"run: -n {workers}: the hosts have room for {sum(hosts.values()) - args.spares} workers"
+            f"{f' and {args.spares} spares' if args.spares else ''}. Raise theirs, or lower -n."
         )
     _check_restarts(args, workers)
+    _check_spares(args, workers)
     chosen = _checkpoint(args) | _survival(args)
     os.environ.update(chosen)
     survives = os.environ.get(surviving.VARIABLE) == "1"
@@ -106,8 +117,13 @@ def run(args: argparse.Namespace) -> int:
     def command(hosts: dict[str, int], workers: int) -> list[str]:
         rank = [sys.executable, "-I", "-S", str(_RANK), "all" if args.all else "first"]
         survival = ["--with-ft", "ulfm"] if survives else []
+        # After a restart the hosts may have no room for them, or one worker may be left, which nobody outlives.
+        extra = min(args.spares, max(0, sum(hosts.values()) - workers)) if hosts else args.spares
+        if args.spares:
+            os.environ[spares.VARIABLE] = chosen[spares.VARIABLE] = str(extra if workers > 1 else 0)
+            extra = int(chosen[spares.VARIABLE])
         options = [*survival, *traffic_options(mpi, list(hosts)), *_host_options(mpi, hosts)]
-        return [*mpirun_command(workers, mpi), *options, *rank, *program]
+        return [*mpirun_command(workers + extra, mpi), *options, *rank, *program]
 
     launch = command(hosts, workers)
     if args.dry_run:
@@ -152,6 +168,14 @@ def _check_restarts(args: argparse.Namespace, workers: int) -> None:
         )
     if args.every and not args.checkpoint:
         raise LaunchError(f"run: --every {args.every}: expected --checkpoint DIR too. Do: add it, or leave both out.")
+
+
+def _check_spares(args: argparse.Namespace, workers: int) -> None:
+    if args.spares and not (args.spares > 0 and args.survive and workers > 1):
+        raise LaunchError(
+            f"run: --spares: expected 0 or more, with --survive and two workers or more, got {args.spares}. Do: "
+            f"hvdx run -n {max(workers, 2)} --survive --spares 1 python train.py"
+        )
 
 
 def _checkpoint(args: argparse.Namespace) -> dict[str, str]:

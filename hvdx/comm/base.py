@@ -359,8 +359,10 @@ class Comm(abc.ABC):
         parent_ranks: rank in the parent of each rank; None if there is no parent.
         library: name and version of the MPI library; "" without one.
         survives: True if the ranks go on without one that dies; see `complete`.
-        recoveries: number of times that ranks died and the others went on. Each changes `rank`, `size` and `hosts`.
+        recoveries: number of times that ranks died and the others went on, or spares joined. Each changes `rank`,
+            `size` and `hosts`.
         deaths: the deaths after which the others went on, in their order.
+        waits: True on a spare, which has not joined the ranks yet; see `wait`.
     """
 
     rank: int
@@ -379,6 +381,7 @@ class Comm(abc.ABC):
     survives: bool = False
     recoveries: int = 0
     deaths: Sequence[Death] = ()
+    waits: bool = False
 
     @property
     def world_ranks(self) -> Sequence[int]:
@@ -477,6 +480,29 @@ class Comm(abc.ABC):
                 anew if `recoveries` has changed.
         """
         return work()
+
+    def can_admit(self, place: int) -> bool:
+        """Return whether ranks have died, and spares wait at a place to take theirs. Collective.
+
+        Args:
+            place: number of the place.
+        """
+        return False
+
+    def admit(self) -> None:
+        """Let spares take the places of ranks that died, after `can_admit`. Collective.
+
+        The ranks go on with new ones, which have their place in the program, but not their values.
+        """
+        raise NotImplementedError
+
+    def wait(self, place: int) -> bool:
+        """Wait on a spare until it has become a rank; return False if the others have ended.
+
+        Args:
+            place: see `can_admit`.
+        """
+        return not self.waits
 
     def any_true(self, mine: bool) -> bool:
         """Return whether the flag of any rank is True. May be called from TensorFlow's threads.

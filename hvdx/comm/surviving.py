@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdx.comm import failure, launcher
+from hvdx.comm import failure, launcher, spares, supervision
 from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi import MpiComm
@@ -129,14 +129,40 @@ class SurvivingComm(Comm):
         # Errors of units: their frames hold the buffers of requests that MPI may not have ended.
         self._kept: list[Exception] = []
         self._group: MPI.Comm | None = None
-        self._now = MpiComm(launch, watched=False, alive=self._check_alive)
-        self._group = self._now.group
+        self._spares: spares.Spares | None = None
+        everyone = MpiComm(launch, watched=False, alive=self._check_alive)
+        self._now: MpiComm | spares.EchoComm = everyone
+        self._group = everyone.group
         # Number in the world of each rank; host, process and cores of each rank of the world.
         self._members = list(range(self._now.size))
-        self._hosts = list(self._now.hosts)
-        self._places: list[tuple[int, int]] = self._now.all_gather_object((os.getpid(), launcher.core_mask()), "places")
-        self.library = self._now.library
+        self._hosts = list(everyone.hosts)
+        self._places: list[tuple[int, int]] = everyone.all_gather_object((os.getpid(), launcher.core_mask()), "places")
+        self.library = everyone.library
+        count = spares.wanted(everyone.size)
+        if count:
+            self._spares = spares.Spares(everyone, count)
+            self._leave_spares_out(everyone, self._spares)
+        # Number of ranks at the start.
+        self._full = len(self._members)
         self._take_places()
+
+    def _leave_spares_out(self, everyone: MpiComm, beside: spares.Spares) -> None:
+        number = everyone.rank
+        self._group = beside.group
+        self._members = list(range(beside.ranks))
+        if beside.group is not None:
+            self._now = everyone.of_survivors(beside.group, beside.hosts_of(self._members))
+        else:
+            self.waits, self._members[-1] = True, number
+            self._now = spares.EchoComm(beside.ranks - 1, beside.ranks, self._hosts[number])
+        self._share_cores()
+
+    def _share_cores(self) -> None:
+        """Divide the cores of this host among the ranks there."""
+        host = self._now.hosts[self._now.rank]
+        here = [rank for rank in self._members if self._hosts[rank] == host]
+        number = self._members[self._now.rank]
+        launcher.set_fair_cores(launcher.fair_cores([self._places[rank][1] for rank in here], here.index(number)))
 
     def _take_places(self) -> None:
         now = self._now
@@ -152,7 +178,7 @@ class SurvivingComm(Comm):
 
     def complete(self, work: Callable[[], T]) -> T:
         with self._lock:
-            if self._inside:
+            if self._inside or self.waits:
                 return work()
             self._inside = True
             try:
@@ -171,7 +197,7 @@ class SurvivingComm(Comm):
                 results.clear()
                 answer = self._attempt(lambda: results.append(work()))
             elif step is Step.AGREE:
-                answer = self._agree(answer)
+                answer = self._agree(self._mpi_group, answer)
                 failed_at = failed_at or (0.0 if answer else time.monotonic())
             elif step is Step.REVOKE:
                 self._mpi_group.Revoke()
@@ -207,13 +233,14 @@ class SurvivingComm(Comm):
             return False
         return True
 
-    def _agree(self, mine: bool) -> bool:
-        """Return whether all ranks said True and live; MPI gives all of them the same answer."""
+    def _agree(self, group: "MPI.Comm", mine: bool) -> bool:
+        """Return whether all of a group said True and live; MPI gives all of them the same answer."""
         flag = np.array([int(mine)], np.intc)
         try:
-            request = self._mpi_group.Iagree(flag)
+            request = group.Iagree(flag)
             if not self._ends(request):
-                self._end_absent()
+                if group is self._group:
+                    self._end_absent()
                 if not self._ends(request):
                     raise ExchangeError("the agreement of the ranks does not end. Look at the output of each rank.")
         except self._mpi.Exception:
@@ -250,7 +277,7 @@ class SurvivingComm(Comm):
         left = len(self._members)
         if left < self._least:
             raise ExchangeError.on_all_ranks(
-                f"{left} of {len(self._hosts)} ranks are left, and {LEAST_VARIABLE} (--min-workers) is {self._least}. "
+                f"{left} of {self._full} ranks are left, and {LEAST_VARIABLE} (--min-workers) is {self._least}. "
                 "Do: start the job again after its last checkpoint (hvdx run --max-restarts)."
             )
         if in_vain == _IN_VAIN:
@@ -260,11 +287,11 @@ class SurvivingComm(Comm):
 
     def _join(self) -> None:
         """Make the channel of the new group, and check that all ranks repeat the same unit."""
+        assert isinstance(self._now, MpiComm)
         self._now = self._now.of_survivors(self._mpi_group, [self._hosts[rank] for rank in self._members])
         self.recoveries += 1
         self._take_places()
-        here = [rank for rank in self._members if self._hosts[rank] == self.hosts[self.rank]]
-        launcher.set_fair_cores(launcher.fair_cores([self._places[rank][1] for rank in here], self.local_rank))
+        self._share_cores()
         units = self._now.all_gather_object(self._units, "a recovery")
         if len(set(units)) > 1:
             raise ExchangeError.on_all_ranks(f"the ranks are in different exchanges after a death: {units}.")
@@ -284,24 +311,89 @@ class SurvivingComm(Comm):
         died = [f"rank {rank} on {self._hosts[rank]}" for rank in ranks]
         head = f"{' and '.join(died)} {'has' if len(died) == 1 else 'have'}"
         _log.warning(
-            f"{head} died; {self.size} of {len(self._hosts)} ranks train on after {seconds:.3f} s. Lost: the rest of "
+            f"{head} died; {self.size} of {self._full} ranks train on after {seconds:.3f} s. Lost: the rest of "
             "the samples of the dead in this epoch, and what they had trained and not exchanged (residual, own steps)."
         )
+
+    # -- spares -------------------------------------------------------------------------------------------------------
+
+    def can_admit(self, place: int) -> bool:
+        beside = self._spares
+        if beside is None or self.size == self._full:
+            return False
+        return self.complete(
+            lambda: self._now.all_gather_object(self.rank == 0 and beside.are_ready(place), "the spares")[0]
+        )
+
+    def admit(self) -> None:
+        with self._lock:
+            self._regroup()
+
+    def wait(self, place: int) -> bool:
+        assert self._spares is not None
+        while self.waits:
+            if not self._spares.wait(place):
+                supervision.report("spare", rank=self._members[-1])
+                return False
+            self._regroup()
+        return True
+
+    def _regroup(self) -> None:
+        """Let spares take the places that are free, by the steps of `protocol` among all who live."""
+        beside = self._spares
+        assert beside is not None
+        begin, formed = time.monotonic(), list[spares.Group | None]()
+        steps, answer = protocol(), False
+        step = next(steps)
+        while True:
+            if step is Step.WORK:
+                answer = bool(formed)
+            elif step is Step.AGREE:
+                answer = self._agree(beside.world, answer)
+            elif step is Step.REVOKE:
+                beside.world.Revoke()
+            elif step is Step.SHRINK:
+                beside.shrink()
+            elif step is Step.JOIN:
+                formed.clear()
+                try:
+                    formed.append(beside.form(self.waits, self._units))
+                except self._mpi.Exception as error:
+                    self._kept.append(error)
+                answer = bool(formed)
+            try:
+                step = steps.send(answer)
+            except StopIteration:
+                break
+        if formed[0] is not None:
+            self._enter(formed[0], time.monotonic() - begin)
+
+    def _enter(self, formed: spares.Group, seconds: float) -> None:
+        self._now, self._group, self._members = formed.comm, formed.comm.group, formed.members
+        self._units, self.waits = formed.units, False
+        self.recoveries += 1
+        self._take_places()
+        self._share_cores()
+        set_rank(self.rank)
+        failure.install(self.rank, self.size, survives=True)
+        if self.rank == 0 and formed.newcomers:
+            who = " and ".join(f"spare {number} on {self._hosts[number]}" for number in formed.newcomers)
+            verb = "has joined" if len(formed.newcomers) == 1 else "have joined"
+            _log.info(f"{who} {verb} after {seconds:.3f} s; {self.size} of {self._full} ranks train on.")
 
     # -- ranks that hang ----------------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
         """End the wait of this rank if another one has seen a death, and answer its questions."""
-        if self._group is None:
-            return
-        if self._group.Is_revoked():
-            raise self._mpi.Exception(self._mpi.ERR_REVOKED)
+        for group in (self._group, None if self._spares is None else self._spares.world):
+            if group is not None and group.Is_revoked():
+                raise self._mpi.Exception(self._mpi.ERR_REVOKED)
         self._answer()
 
     def _answer(self) -> None:
         """Tell the ranks that ask that this one waits, and so does not hang."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
+        if self._group is None or now - self._looked < _LOOK_SECONDS:
             return
         self._looked, status = now, self._mpi.Status()
         # MPI reports the dead here too. The exchange that waits for them sees it by itself.
@@ -394,7 +486,7 @@ class SurvivingChannel(Channel):
         now: function that returns the communicator of the ranks that are left.
     """
 
-    def __init__(self, comm: SurvivingComm, what: str, now: Callable[[], MpiComm]):
+    def __init__(self, comm: SurvivingComm, what: str, now: Callable[[], Comm]):
         self._comm, self._what, self._now = comm, what, now
         self._made: tuple[int, Channel | None] = (-1, None)
 

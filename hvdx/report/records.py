@@ -352,6 +352,8 @@ class Run:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return "a spare that had joined"
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 

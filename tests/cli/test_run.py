@@ -97,6 +97,9 @@ def test_restarts_have_the_hosts_that_are_left(monkeypatch):
         (["-n", "2", "--max-restarts", "-1", "python"], "--max-restarts: expected 0 or more"),
         (["-n", "2", "--max-restarts", "1", "--min-workers", "3", "python"], "--min-workers: expected 1 to 2"),
         (["-n", "2", "--min-workers", "1", "python"], "with --max-restarts 0"),
+        (["-n", "2", "--spares", "1", "python"], "--spares: expected 0 or more, with --survive"),
+        (["-n", "1", "--survive", "--spares", "1", "python"], "two workers or more, got 1"),
+        (["--hosts", "a:3", "-n", "3", "--survive", "--spares", "1", "python"], "room for 2 workers and 1 spares"),
         (["-n", "2", "--every", "1 epoch", "python"], "expected --checkpoint DIR too"),
     ],
 )

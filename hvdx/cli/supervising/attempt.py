@@ -47,6 +47,7 @@ class Attempt:
     code: int = 0
     text: str = ""
     left: list[int] = field(default_factory=list)
+    _spares: set[object] = field(default_factory=set)
 
     def take(self, reports: Sequence[Mapping[str, object]]) -> None:
         """Take over what ranks have reported."""
@@ -57,7 +58,10 @@ class Attempt:
             elif report["kind"] == "saved":
                 self.saved = time.monotonic() - float(str(report.get("seconds", 0)))
                 self.position, self.saves = str(report.get("position", "")), True
-            elif report["kind"] == "left":
+            elif report["kind"] == "spare":
+                # It ends with 0, whatever the ranks do.
+                self._spares.add(report.get("rank"))
+            elif report["kind"] == "left" and report.get("rank") not in self._spares:
                 self.left.append(int(str(report.get("code", 1))))
 
     @property

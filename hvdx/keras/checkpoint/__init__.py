@@ -7,6 +7,7 @@ writer      writing of checkpoints while training continues
 contents    contents of a checkpoint
 parts       parts of split layers in a checkpoint
 restoring   restoring of a model
+newcomers   the same state for ranks that join, without files
 schedule    times to save, and polls of the ranks
 callback    `Checkpoint`
 """

@@ -15,12 +15,13 @@ from hvdx.comm import Comm
 from hvdx.comm.preemption import REQUEUE_CODE, PreemptionListener, acknowledge
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.checkpoint import newcomers
 from hvdx.keras.checkpoint.contents import Data, random_states, set_random_states, snapshot
 from hvdx.keras.checkpoint.folder import Folder, Position, positions_in
 from hvdx.keras.checkpoint.restoring import Restored, restore_newest
 from hvdx.keras.checkpoint.schedule import Polls, parse
 from hvdx.keras.checkpoint.writer import Writer, wait_for_all
-from hvdx.keras.fit import callback_list, data, saving, state
+from hvdx.keras.fit import callback_list, data, replacing, saving, state
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.sync_callback import SyncCallback
@@ -132,7 +133,8 @@ class Checkpoint(Part):
             self._preemption.listen()
         self._comm: Comm = join()
         self._folder = Folder(os.fspath(self.directory), self._comm)
-        self._folder.check()
+        if not self._comm.waits:
+            self._folder.check()
         found = calling_list(self)
         others = [] if found is None else found.callbacks
         self._sync = next((c for c in others if isinstance(c, SyncCallback)), None)
@@ -158,12 +160,30 @@ class Checkpoint(Part):
         # Of the batches of this pass, `_trained` counts those that were trained, and `_skip` those before this fit. Of
         # the steps of the epoch, `_step` and `_start_step` count the same.
         self._trained = self._skip = self._step = self._start_step = self._steps_done = 0
+        if self._comm.waits:
+            return  # a spare receives the state of the others
         if self.resume:
             restored = restore_newest(self._folder, self.model)
             if restored is not None:
                 self._resume_from(restored)
         else:
             self._refuse_existing()
+
+    def before_newcomers(self) -> None:
+        """Finish the checkpoint that is being written. Collective."""
+        if self._writer is not None and not self._writer.finish() and self._last is not None:
+            self._save(self._last)
+            self._writer.finish()
+
+    def now(self) -> object:
+        """Return when the next checkpoint and the next poll are due."""
+        return self._polls.now(), self._steps, self._last, time.monotonic() - self._saved_at
+
+    def begin_late(self, theirs: tuple[tuple[int, int, int, int], int, Position | None, float]) -> None:
+        """Save with the others."""
+        polls, self._steps, self._last, seconds = theirs
+        self._polls.begin_late(polls)
+        self._saved_at = time.monotonic() - seconds
 
     def _resume_from(self, restored: Restored) -> None:
         position, skip = self._convert_position(restored)
@@ -376,3 +396,4 @@ class Checkpoint(Part):
 
 
 saving.use(Checkpoint)
+replacing.use(newcomers.give)

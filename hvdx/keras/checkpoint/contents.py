@@ -76,7 +76,7 @@ def snapshot(model: keras.Model, comm: Comm, data: Data, within_epoch: bool = Fa
             Non-trainable weights are then saved for each rank, since they are averaged only at the end of an epoch.
     """
     own = rank_local_ids(model, within_epoch)
-    groups = {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
+    groups = variables_of(model)
     shared: dict[str, Variable | np.ndarray] = {}
     parts: dict[str, Variable | np.ndarray] = {}
     mine = _own_arrays(model)
@@ -92,6 +92,11 @@ def snapshot(model: keras.Model, comm: Comm, data: Data, within_epoch: bool = Fa
             elif part_of(variable) is not None and mesh_of(comm).index == 0:
                 parts[f"{PREFIX}{name}.{i}"] = variable
     return Snapshot(_manifest(model, groups, mine, data, comm), shared, mine, parts)
+
+
+def variables_of(model: keras.Model) -> dict[str, Sequence[Variable]]:
+    """Return the lists of variables in a checkpoint, by their names there."""
+    return {"weights": model.weights, "optimizer": replicas.optimizer_state_of(model)}
 
 
 def division(model: keras.Model, groups: Mapping[str, Sequence[Variable]], comm: Comm) -> Division:

@@ -160,3 +160,16 @@ class Arrays(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class ArraysInMemory(dict[str, np.ndarray]):
+    """Arrays in place of those of a file.
+
+    Example:
+        >>> ArraysInMemory({"random.a": np.ones(1), "b": np.ones(2)}).part("random.")
+        {'a': array([1.])}
+    """
+
+    def part(self, prefix: str) -> "ArraysInMemory":
+        """Return the arrays whose names begin with `prefix`, by the rest of their names."""
+        return ArraysInMemory({name[len(prefix) :]: array for name, array in self.items() if name.startswith(prefix)})

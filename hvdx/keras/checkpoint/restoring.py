@@ -3,6 +3,8 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -18,7 +20,7 @@ from hvdx.keras.checkpoint.contents import (
     division,
     set_random_states,
 )
-from hvdx.keras.checkpoint.files import Arrays
+from hvdx.keras.checkpoint.files import Arrays, ArraysInMemory
 from hvdx.keras.checkpoint.folder import Folder, Position, Saved
 from hvdx.keras.checkpoint.parts import PREFIX, Division
 from hvdx.keras.fit import data, noise, replicas
@@ -105,9 +107,7 @@ def restore_newest(folder: Folder, model: keras.Model) -> Restored | None:
 def _restore_or_set_aside(folder: Folder, position: Position, model: keras.Model) -> Restored | None:
     """Restore a checkpoint, or set it aside and return None if it is damaged. Collective."""
     comm, path, place = folder.comm, folder.at(position), f"restoring {position}"
-    reading, problem, failed = folder.attempt(
-        place, lambda: _LoadedCheckpoint(model, Saved(path), comm.rank, comm.size)
-    )
+    reading, problem, failed = folder.attempt(place, lambda: LoadedCheckpoint(model, Saved(path), comm.rank, comm.size))
     if reading is not None and not failed:
         return reading.apply(folder, place)
     if not all(failure.damaged for failure in failed.values()):
@@ -124,7 +124,20 @@ def _restore_or_set_aside(folder: Folder, position: Position, model: keras.Model
     return None
 
 
-class _LoadedCheckpoint:
+class Source(Protocol):
+    """A checkpoint in a folder (`Saved`) or in memory."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    def shared(self) -> Mapping[str, np.ndarray]:
+        """Return the shared arrays."""
+
+    def rank(self, rank: int) -> Arrays | ArraysInMemory:
+        """Return the arrays of one rank."""
+
+
+class LoadedCheckpoint:
     """State of one rank, read from a checkpoint and checked before any of it is assigned.
 
     The constructor exchanges nothing with other ranks.
@@ -139,7 +152,7 @@ class _LoadedCheckpoint:
         ConfigError: if it is of another model.
     """
 
-    def __init__(self, model: keras.Model, saved: Saved, rank: int, size: int):
+    def __init__(self, model: keras.Model, saved: Source, rank: int, size: int):
         self._model, self._saved, self._manifest = model, saved, saved.manifest
         self._rank, self._size, self._saved_size = rank, size, int(saved.manifest["ranks"])
         self._remarks: list[str] = []
@@ -148,7 +161,7 @@ class _LoadedCheckpoint:
         self._adapters = self._states()
         mine = self._rank_file()
         self._random, self._pass = dict(mine.part("random.")), dict(mine.part("pass."))
-        metrics = mine.part("metrics.") if size == self._saved_size else {}
+        metrics: Mapping[str, np.ndarray] = mine.part("metrics.") if size == self._saved_size else {}
         self._metrics = [metrics[str(i)] for i in range(len(metrics))]
 
     def apply(self, folder: Folder, place: str) -> Restored:
@@ -164,17 +177,11 @@ class _LoadedCheckpoint:
         for remark in self._remarks:
             if folder.comm.rank == 0:
                 _log.warning(f"{remark}.")
-        for variable, value in self._variables:
-            variable.assign(value)
-        for adapter, _, weights in self._adapters:
-            adapter.reopen(weights)
-
-        def restore_states() -> None:
-            for adapter, arrays, _ in self._adapters:
-                adapter.load_state_dict(arrays)
-            set_random_states(self._random)
-
-        folder.on_all_ranks(place, restore_states, "Give another directory, or the strategy that it was saved with.")
+        self.assign()
+        self.reopen()
+        folder.on_all_ranks(
+            place, self.restore_states, "Give another directory, or the strategy that it was saved with."
+        )
         manifest = self._manifest
         data.set_orders(manifest["drawn"])
         position = Position(int(manifest["epoch"]), int(manifest["step"]))
@@ -182,6 +189,22 @@ class _LoadedCheckpoint:
             random=self._pass, **{name: manifest[name] for name in ("drawn", "skip", "steps", "share", "samples")}
         )
         return Restored(position, saved_data, self._saved_size, self._metrics, self._random)
+
+    def assign(self) -> None:
+        """Assign the variables."""
+        for variable, value in self._variables:
+            variable.assign(value)
+
+    def reopen(self) -> None:
+        """Open the exchanges anew. Collective."""
+        for adapter, _, weights in self._adapters:
+            adapter.reopen(weights)
+
+    def restore_states(self) -> None:
+        """Restore the states of the strategies, and of the global generators of random numbers."""
+        for adapter, arrays, _ in self._adapters:
+            adapter.load_state_dict(arrays)
+        set_random_states(self._random)
 
     def _assignments(self) -> Assignments:
         """Pair every variable with its saved value."""
@@ -305,7 +328,7 @@ class _LoadedCheckpoint:
             common = [(v, noise.common_of_rank(value, self._rank)) for v, value in common]
         return found + common
 
-    def _rank_file(self) -> Arrays:
+    def _rank_file(self) -> Arrays | ArraysInMemory:
         """Return the saved arrays of this rank. If n ranks saved, rank r reads those of rank r mod n."""
         return self._saved.rank(self._rank % self._saved_size)
 

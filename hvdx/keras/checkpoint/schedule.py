@@ -71,6 +71,18 @@ class Polls:
         self._clock, self._calls, self._last, self._next, self._pause = clock, 0, 0, 1, 1
         self._since = clock()
 
+    def now(self) -> tuple[int, int, int, int]:
+        """Return the state, for `begin_late` on another rank."""
+        return self._calls, self._last, self._next, self._pause
+
+    def begin_late(self, theirs: tuple[int, int, int, int]) -> None:
+        """Poll at the steps of the others.
+
+        Args:
+            theirs: result of `now` on another rank.
+        """
+        self._calls, self._last, self._next, self._pause = theirs
+
     def due(self) -> bool:
         """Count a step, and return whether to poll now; the same on all ranks after the same number of steps."""
         self._calls += 1

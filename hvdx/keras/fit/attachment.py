@@ -63,9 +63,21 @@ class Attachment(Part):
             return [copy.deepcopy(cost) for cost in now]
         return [concatenated(a, b) for a, b in zip(self._earlier_costs, now, strict=True)]
 
+    def before_newcomers(self) -> None:
+        """Prepare the adapters for a copy of their states."""
+        for adapter in self.adapters:
+            adapter.before_saving()
+
+    def keep_costs(self) -> None:
+        """Keep the costs so far, before the exchanges are opened anew."""
+        if any(adapter.telemetries is not None for adapter in self.adapters):
+            self._earlier_costs = self.costs()
+            self._recording.restart_counters()
+
     def on_train_begin(self, logs: Logs = None) -> None:
         """Attach the optimisers, and make the training function or use the one that an earlier fit kept."""
         model, rank = self.model, self._comm.rank
+        number = self._comm.world_ranks[rank]
         self._earlier_costs = []
         agree_on_strategy(self.strategy, self._comm)
         self._build_optimizer()
@@ -83,7 +95,7 @@ class Attachment(Part):
             if rank == 0:
                 _log.info("jit_compile is off during this fit: XLA cannot compile exchanges with other ranks.")
         counts = [lambda data: samples.count_samples_of(model, data)] if self.strategy.counts_samples else []
-        train_step.precede(model, lambda data: noise.seed_graph(rank), *counts)
+        train_step.precede(model, lambda data: noise.seed_graph(number), *counts)
         if kept is not None:
             use_train_function(model, kept.function)
         else:

@@ -110,6 +110,19 @@ class Comparison(Part):
         if not self._attachment.strategy.asynchronous:
             self.end_steps()
 
+    def begin_late(self, theirs: None) -> None:
+        """Compare nothing: the others have taken their first step."""
+        self._pending = False
+        self._end_first_batch()
+        self._function = self._iterator = self._dataset = None
+
+    def _end_first_batch(self) -> FirstBatch | None:
+        """Let the fit read its own data again; return the digest of the first batch."""
+        first, self._first_batch = self._first_batch, None
+        if first is not None and dataset_of(self._iterator) is first.dataset:
+            read_from(self._iterator, self._dataset)
+        return first
+
     def end_steps(self) -> None:
         """Compare first batches, elements of generators, and constants of the training function, once in a fit."""
         if not self._pending:
@@ -117,9 +130,7 @@ class Comparison(Part):
         self._pending = False
         function, self._function = self._function, None
         found = constants.constants_of(function) if function is not None else []
-        first, self._first_batch = self._first_batch, None
-        if first is not None and dataset_of(self._iterator) is first.dataset:
-            read_from(self._iterator, self._dataset)
+        first = self._end_first_batch()
         elements = generators.recorded(self._dataset)
         self._iterator = self._dataset = None
         mine = (first.digest if first else None, elements, found)

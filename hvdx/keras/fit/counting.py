@@ -54,6 +54,16 @@ class Counting(Part):
         self._first, self.trained = None, False
         progress.first_step(self._comm.size > 1)
 
+    def now(self) -> int:
+        """Return the steps of the fit."""
+        return self.steps_of_fit
+
+    def begin_late(self, theirs: int) -> None:
+        """Count on, since `HVDX_LIMIT` ends all ranks after the same step."""
+        self.counters = Counters(size=self._comm.size, steps=theirs)
+        self.counters.start()
+        self._first = 0, 0
+
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begin the counts of an epoch."""
         self.epoch, self.trained = epoch, True

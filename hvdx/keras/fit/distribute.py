@@ -8,7 +8,7 @@ import keras
 
 from hvdx.comm import Comm
 from hvdx.keras.adapters.rank_local import Owner
-from hvdx.keras.fit import callback_list, data, limits
+from hvdx.keras.fit import callback_list, data, limits, replacing, saving
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.checks import Checks
 from hvdx.keras.fit.comparison import Comparison
@@ -106,7 +106,7 @@ class Distribute(Parts):
             Settings(limit),  # the same arguments of `fit` and orders of data on all ranks
             sync,  # length of the epochs, and their end
             Schedules(comm, sync),  # a remark on learning-rate schedules
-            Noise(comm.rank),  # random numbers of each rank
+            Noise(comm.world_ranks[comm.rank]),  # random numbers of each rank
             Evaluation(comm, counting),  # validation and the end of an epoch, with all ranks
             Start(comm, sync, attachment),  # weights of rank 0
             State(comm),  # weights without a gradient
@@ -122,7 +122,7 @@ class Distribute(Parts):
         ]
         self.parts = self.called = [part for part in order if comm.size > 1 or part.alone]
         self._muted: list[keras.callbacks.Callback] = []
-        self._in_steps = False
+        self._in_steps = self._is_new = False
         self._list: keras.callbacks.CallbackList | None = None
         # Recoveries after which the duties of rank 0, and the samples, have been distributed.
         self._taken = self._dealt = comm.recoveries
@@ -173,8 +173,18 @@ class Distribute(Parts):
         if self._comm.size == 1:
             self.agree([self.offer()])
 
+    def agree(self, offered: list[list[object]]) -> None:
+        """Begin alike on all ranks; a spare waits here until it is a rank."""
+        super().agree(offered)
+        if self._comm.waits:
+            if not self._comm.wait(saving.fits()):
+                raise SystemExit(0)
+            self._is_new = True
+            self._give(None)
+
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._in_steps = True
+        self._replace(epoch)
         self._deal()
         # Rank 0 may have died in its callbacks at the end of the last epoch.
         self._take_over(*self._ended)
@@ -184,6 +194,25 @@ class Distribute(Parts):
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         super().on_train_batch_end(batch, logs)
         self._take_over(self._counting.epoch)
+
+    def _replace(self, epoch: int) -> None:
+        """Let spares take the places of ranks that died."""
+        if self._is_new:
+            self._is_new = False
+        elif self._comm.can_admit(saving.fits()):
+            for part in self._all_parts():
+                part.before_newcomers()
+            self._comm.admit()
+            self._give(epoch)
+
+    def _give(self, epoch: int | None) -> None:
+        callbacks = [] if self._list is None else self._list.callbacks
+        replacing.give(self.model, self._comm, self._attachment, self._all_parts(), callbacks, epoch)
+
+    def _all_parts(self) -> list[Part]:
+        """Return the parts of this callback, and those among the other callbacks, such as `Checkpoint`."""
+        others = [] if self._list is None else self._list.callbacks
+        return [*self.parts, *(c for c in others if isinstance(c, Part) and c is not self and c is not self._sync)]
 
     def _deal(self) -> None:
         """Deal the samples of the next pass among the ranks that are left."""

@@ -42,6 +42,19 @@ class Part(keras.callbacks.Callback):
             offered: result of `offer` on each rank.
         """
 
+    def before_newcomers(self) -> None:
+        """Prepare for ranks that join between two epochs. Collective over the ranks before."""
+
+    def now(self) -> object:
+        """Return what `begin_late` needs on a rank that joins between two epochs: a picklable value."""
+
+    def begin_late(self, theirs: Any) -> None:
+        """Begin between two epochs, on a rank that joins the others, after `agree`.
+
+        Args:
+            theirs: result of `now` on rank 0.
+        """
+
     def begin_steps(self) -> None:
         """Prepare the steps of an epoch, after `on_epoch_begin` of all callbacks."""
 

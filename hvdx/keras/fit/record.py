@@ -42,6 +42,9 @@ class Record(Part):
     def on_train_begin(self, logs: Logs = None) -> None:
         self._ranks, self._deaths = list(self._comm.world_ranks), len(self._comm.deaths)
         describe = functools.partial(self._describe, repr(self._attachment.strategy))
+        # A spare would write to the file of another rank.
+        if self._comm.waits:
+            return
         self._recording.begin(self._comm.rank, lambda: self._attachment.adapters, describe)
 
     def _describe(self, strategy: str) -> dict[str, object]:
@@ -74,6 +77,14 @@ class Record(Part):
         self._compares_clocks = self._recording.on and self._comm.size > 1
         self._compare_clocks()
 
+    def now(self) -> bool:
+        """Return whether the ranks compare their clocks."""
+        return self._compares_clocks
+
+    def begin_late(self, theirs: bool) -> None:
+        """Record nothing, and compare clocks with the others."""
+        self._compares_clocks = theirs
+
     def _compare_clocks(self) -> None:
         """Write the offset between the clocks of this rank and of rank 0. Collective."""
         if self._compares_clocks:
@@ -101,7 +112,9 @@ class Record(Part):
     def _write_deaths(self) -> None:
         """Write the deaths that are not in the record."""
         for death in self._comm.deaths[self._deaths :]:
-            self._recording.add_death([self._ranks.index(rank) for rank in death.ranks], death.left, death.seconds)
+            # Those that have joined since have no record, and no number in it.
+            numbers = [self._ranks.index(rank) for rank in death.ranks if rank in self._ranks]
+            self._recording.add_death(numbers, death.left, death.seconds)
         self._deaths = len(self._comm.deaths)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:

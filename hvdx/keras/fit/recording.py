@@ -235,6 +235,10 @@ class Recording:
         if not self.on:
             return
         self._line("strategy", step=self._step, time=self.seconds(), strategy=strategy)
+        self.restart_counters()
+
+    def restart_counters(self) -> None:
+        """Count from 0, as the adapters do that have opened their exchanges anew between two epochs."""
         self._before = _ZEROS
 
     def before_switch(self) -> None:

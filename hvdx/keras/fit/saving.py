@@ -34,6 +34,11 @@ def use(make: Callable[[str, str], Part]) -> None:
     _make = make
 
 
+def fits() -> int:
+    """Return the number of fits of this process under `Distribute` that have begun."""
+    return _fits
+
+
 class Saving(Part):
     """Add a `Checkpoint` to the callbacks of a fit, and tell the supervisor of the job that the fit trains.
 

@@ -60,6 +60,10 @@ class State(Part):
         """Remember the values from which the ranks count."""
         begin(self.model)
 
+    def begin_late(self, theirs: None) -> None:
+        """Remember the values that this rank has received."""
+        begin(self.model)
+
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._combined = False
 

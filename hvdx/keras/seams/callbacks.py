@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import keras
+import numpy as np
 
 from hvdx.keras.seams.replacing import Method, override, restore
 from hvdx.keras.types import Logs
@@ -79,3 +80,29 @@ class GuardedModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def _save_model(self, *args: object, **named: object) -> None:
         if self.saves_here():
             super()._save_model(*args, **named)
+
+
+def numbers_of(callback: keras.callbacks.Callback) -> dict[str, object]:
+    """Return the state of a callback of Keras, such as the best value so far, the weights that had it, or a history.
+
+    Relies on: it is in attributes that are numbers, texts, arrays, or lists and dictionaries of them.
+    """
+    return {name: value for name, value in vars(callback).items() if _is_state(value)}
+
+
+def _is_state(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_state(v) for v in value.values())
+    if isinstance(value, list):
+        return all(_is_state(v) for v in value)
+    return value is None or isinstance(value, bool | int | float | str | np.generic | np.ndarray)
+
+
+def set_numbers(callback: keras.callbacks.Callback, numbers: dict[str, object]) -> None:
+    """Set the state of a callback of Keras.
+
+    Args:
+        callback: the callback.
+        numbers: result of `numbers_of` for one of the same class.
+    """
+    vars(callback).update(numbers)

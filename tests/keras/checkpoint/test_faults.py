@@ -70,7 +70,7 @@ def plain_and_quick(monkeypatch):
     monkeypatch.setattr(writer, "value_of", np.asarray)
     monkeypatch.setattr(writer, "_POLL_SECONDS", 0.001)
     monkeypatch.setattr(writer, "_GRACE_SECONDS", 0.05)
-    monkeypatch.setattr(restoring, "_LoadedCheckpoint", StandIn)
+    monkeypatch.setattr(restoring, "LoadedCheckpoint", StandIn)
     monkeypatch.setattr("os.fsync", lambda handle: None)
 
 
@@ -89,7 +89,7 @@ def value_in(saved):
 
 
 class StandIn:
-    """Stand-in for `_LoadedCheckpoint` that reads the whole checkpoint."""
+    """Stand-in for `LoadedCheckpoint` that reads the whole checkpoint."""
 
     def __init__(self, model, saved, rank, size):
         self._found = Position(saved.manifest["epoch"], saved.manifest["step"]), value_in(saved)
