@@ -122,7 +122,7 @@ class InTurn(Writer):
     def _await_others(self):
         self.written.set()
         self._waits()
-        super()._await_others()
+        return super()._await_others()
 
 
 class Done(NamedTuple):
