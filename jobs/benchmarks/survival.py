@@ -2,6 +2,7 @@
 
     python jobs/benchmarks/survival.py             # steps with and without it, in turns: some four minutes
     python jobs/benchmarks/survival.py --deaths    # deaths of all kinds at all places: some twenty minutes
+    python jobs/benchmarks/survival.py --accuracy  # a worker dies in each epoch, and a spare replaces it; or not
 
 A death is a signal (SIGKILL, SIGSEGV), `os._exit` or an exception, in the first step, in the middle of a step, inside a
 collective, in validation, while a checkpoint is written, at a flush, or at the end of an epoch. Its seconds are the
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from hvdx.jobs.benchmarks import harness
@@ -29,6 +30,8 @@ PLACES = "first step", "mid-step", "collective", "validation", "checkpoint", "fl
 KINDS = "SIGKILL", "SIGSEGV", "os._exit", "exception"
 #: Seconds after which the others have to train on, and largest ratio of the step times.
 GOAL, COST = 1.0, 1.02
+#: Points of accuracy that a training may lose in which a worker dies in each epoch.
+POINTS = 0.3
 _LIMIT = 180
 # Seconds after a death in which no step may take long.
 _WATCHED = 2.0
@@ -40,7 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark, or one of its workers."""
     parser = harness.parser(__doc__)
     parser.add_argument("--deaths", action="store_true", help="measure deaths in place of steps")
+    parser.add_argument("--accuracy", action="store_true", help="measure accuracy with deaths, in place of steps")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of --accuracy")
+    parser.add_argument("--epochs", type=int, default=5, metavar="N", help="epochs of --accuracy")
     parser.add_argument("--ranks", type=harness.several(int), help="numbers of workers (default: 2, or 4,3,2)")
+    parser.add_argument("--hidden", type=int, default=256, metavar="N", help="units of each layer, for --accuracy")
     parser.add_argument("--rounds", type=int, default=6, metavar="N", help="pairs of runs for each strategy")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps of such a run")
     return harness.run(parser, compare, train, argv)
@@ -49,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
 def compare(options: argparse.Namespace) -> int:
     """Measure, and print the table; return 1 if the goal is missed."""
     columns = [("strategy", lambda row: row["strategy"]), ("workers", lambda row: str(row["ranks"]))]
+    if options.accuracy:
+        return _accuracy(options)
     if options.deaths:
         rows = harness.run_cases(
             options.json,
@@ -88,8 +97,81 @@ def compare(options: argparse.Namespace) -> int:
     return 0 if all(row["ratio"] <= COST for row in rows) else 1
 
 
-def _start(ranks: int, survives: bool) -> list[str]:
-    return [sys.executable, "-m", "hvdx", "run", "-n", str(ranks), *(["--survive"] if survives else [])]
+def _start(ranks: int, survives: bool, spares: int = 0) -> list[str]:
+    survival = ["--survive", *(["--spares", str(spares)] if spares else [])] if survives else []
+    return [sys.executable, "-m", "hvdx", "run", "-n", str(ranks), *survival]
+
+
+# -- accuracy ---------------------------------------------------------------------------------------------------------
+
+
+def _accuracy(options: argparse.Namespace) -> int:
+    """Train with and without deaths, and compare; return 1 if the goal is missed."""
+    (ranks,) = options.ranks or (4,)
+    cases = (
+        {"strategy": strategy, "deaths": deaths, "seed": seed}
+        for strategy in (STRATEGIES[0], "threshold")
+        for seed in range(options.seeds)
+        for deaths in (0, options.epochs - 1)
+    )
+
+    def measure(case: Row) -> Row:
+        setting = case | {"epochs": options.epochs, "hidden": options.hidden}
+        start = _start(ranks, True, spares=case["deaths"])
+        ended = harness.launch(__file__, setting, ranks, limit=_LIMIT * options.epochs, start=start)
+        if len({rank["weights"] for rank in ended.ranks}) != 1:
+            sys.exit(f"{case}: the weights of the workers differ")
+        return {"accuracy": 100 * ended.ranks[0]["accuracy"], "workers": len(ended.ranks)}
+
+    rows = harness.run_cases(
+        options.json,
+        cases,
+        measure,
+        [
+            ("strategy", lambda row: row["strategy"]),
+            figure("accuracy, %", "accuracy", ".2f"),
+            figure("deaths", "deaths", "d"),
+            figure("seed", "seed", "d"),
+            figure("workers at the end", "workers", "d"),
+        ],
+        {"epochs": options.epochs, "hidden": options.hidden, "ranks": ranks},
+        resumes=True,
+    )
+    worst = 0.0
+    for strategy in {row["strategy"]: None for row in rows}:
+        found = [
+            mean(r["accuracy"] for r in rows if r["strategy"] == strategy and bool(r["deaths"]) == d) for d in (0, 1)
+        ]
+        print(f"{strategy}: {found[0]:.2f} % without deaths, {found[1]:.2f} % with a death in each epoch")
+        worst = max(worst, found[0] - found[1])
+    print(f"the goal is a loss of at most {POINTS} points: {'met' if worst <= POINTS else 'missed'}")
+    return 0 if worst <= POINTS else 1
+
+
+def _train_to_the_end(setting: argparse.Namespace) -> Row:
+    """Train Fashion-MNIST; at the end of each epoch but the last, a rank dies if deaths are wanted."""
+    import keras
+    import numpy as np
+
+    import hvdx
+    import hvdx.keras
+    from hvdx.comm import start
+
+    hvdx.init()
+    model, train_data, _, data = harness.mlp(setting)
+    comm = start()
+
+    class Deaths(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: harness.Logs = None) -> None:
+            if epoch < setting.deaths and comm.rank == epoch % comm.size:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    # A spare joins when an epoch begins.
+    callbacks = [hvdx.keras.Distribute(setting.strategy), Deaths()]
+    model.fit(train_data, epochs=setting.epochs, verbose=0, callbacks=callbacks)
+    weights = hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()
+    _, accuracy = model.evaluate(data.test_x, data.test_y, batch_size=500, verbose=0)
+    return {"accuracy": accuracy, "weights": weights}
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -156,6 +238,8 @@ def _deaths(case: Row) -> Row:
 
 def train(setting: argparse.Namespace) -> Row:
     """Train on one worker, which may die; return the milliseconds of a step, or the seconds after each death."""
+    if hasattr(setting, "epochs"):
+        return _train_to_the_end(setting)
     import keras
     import numpy as np
 
