@@ -41,6 +41,7 @@ TOGETHER = {
         "unwrap_optimizer": "wrap_optimizer",
     },
     **{"add_local_variables_method": "wrap_optimizer", "unmute_set_model": "mute_set_model"},
+    **{"set_numbers": "numbers_of"},
     **{"show_own_steps": "show_steps", "set_batch_size": "batch_size_of_dataset", "traces_of": "functions_in"},
     **{"wrap_generator": "generator_states", "closure_of": "functions_in", "count_batches": "wrap_steps"},
     **{"override": "wrap_optimizer", "restore": "wrap_optimizer"},
@@ -504,6 +505,18 @@ def check_GuardedModelCheckpoint(tmp_path):  # noqa: N802 - named after the clas
     saver.here = True
     small().fit(X, Y, verbose=0, callbacks=[saver])
     assert list(tmp_path.iterdir())
+
+
+def check_numbers_of():
+    made = [keras.callbacks.EarlyStopping("loss", patience=9, mode="max", restore_best_weights=True) for _ in range(2)]
+    lower = [keras.callbacks.ReduceLROnPlateau("loss", patience=9, mode="max") for _ in range(2)]
+    model = small()
+    model.fit(X, Y, epochs=3, verbose=0, callbacks=[made[0], lower[0]])
+    for one, other in (made, lower):
+        callbacks.set_numbers(other, callbacks.numbers_of(one))
+        assert (other.wait, other.best) == (one.wait, one.best)
+    assert made[0].wait > 0
+    assert all(np.array_equal(a, b) for a, b in zip(made[1].best_weights, made[0].best_weights, strict=True))
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
