@@ -3,19 +3,24 @@
     python jobs/benchmarks/survival.py             # steps with and without it, in turns: some four minutes
     python jobs/benchmarks/survival.py --deaths    # deaths of all kinds at all places: some twenty minutes
     python jobs/benchmarks/survival.py --accuracy  # a worker dies in each epoch, and a spare replaces it; or not
+    python jobs/benchmarks/survival.py --goodput 30  # a worker is killed each minute, for 30 minutes
 
 A death is a signal (SIGKILL, SIGSEGV), `os._exit` or an exception, in the first step, in the middle of a step, inside a
 collective, in validation, while a checkpoint is written, at a flush, or at the end of an epoch. Its seconds are the
 longest of the others' waits, in the two seconds after it, from the end of a step (or from the death) to the end of the
 next one, of training or of validation. After a death in the first step they include compiling. At the end all weights
-must be equal, bit for bit.
+must be equal, bit for bit. Goodput is the number of samples that the workers trained, of those that all of them would
+have trained in this time; a step has a pause, so that those who are left do not become faster.
 """
 
 import argparse
+import contextlib
 import hashlib
+import itertools
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -32,7 +37,11 @@ KINDS = "SIGKILL", "SIGSEGV", "os._exit", "exception"
 GOAL, COST = 1.0, 1.02
 #: Points of accuracy that a training may lose in which a worker dies in each epoch.
 POINTS = 0.3
+#: Smallest goodput with a death in each minute.
+SHARE = 0.88
 _LIMIT = 180
+# Seconds of the pause in a step, and steps of an epoch, for goodput.
+_PAUSE, _STEPS = 0.05, 200
 # Seconds after a death in which no step may take long.
 _WATCHED = 2.0
 # Steps of a run of the first part that are left out: they compile, and choose a density.
@@ -44,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--deaths", action="store_true", help="measure deaths in place of steps")
     parser.add_argument("--accuracy", action="store_true", help="measure accuracy with deaths, in place of steps")
+    parser.add_argument("--goodput", type=int, metavar="MINUTES", help="measure goodput with a death in each minute")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of --accuracy")
     parser.add_argument("--epochs", type=int, default=5, metavar="N", help="epochs of --accuracy")
     parser.add_argument("--ranks", type=harness.several(int), help="numbers of workers (default: 2, or 4,3,2)")
@@ -56,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 def compare(options: argparse.Namespace) -> int:
     """Measure, and print the table; return 1 if the goal is missed."""
     columns = [("strategy", lambda row: row["strategy"]), ("workers", lambda row: str(row["ranks"]))]
+    if options.goodput:
+        return _goodput(options)
     if options.accuracy:
         return _accuracy(options)
     if options.deaths:
@@ -100,6 +112,117 @@ def compare(options: argparse.Namespace) -> int:
 def _start(ranks: int, survives: bool, spares: int = 0) -> list[str]:
     survival = ["--survive", *(["--spares", str(spares)] if spares else [])] if survives else []
     return [sys.executable, "-m", "hvdx", "run", "-n", str(ranks), *survival]
+
+
+# -- goodput ----------------------------------------------------------------------------------------------------------
+
+
+def _goodput(options: argparse.Namespace) -> int:
+    """Kill a worker each minute, and print the goodput; return 1 if the goal is missed."""
+    (ranks,) = options.ranks or (3,)
+    kills = options.goodput - 1
+    left_before = _left_over()
+    with tempfile.TemporaryDirectory() as name:
+        folder, over = Path(name), threading.Event()
+        killer = threading.Thread(target=_kill_workers, args=(folder, kills, over))
+        killer.start()
+        setting = {"minutes": options.goodput, "shared": name}
+        start = _start(ranks, True, spares=kills)
+        try:
+            ended = harness.launch(__file__, setting, ranks, limit=60 * options.goodput + _LIMIT, start=start)
+        finally:
+            over.set()
+            killer.join()
+        steps = [[float(word) for word in line.split()] for line in (folder / "steps").read_text().splitlines()]
+        died = len(list(folder.glob("killed-*")))
+    if len({rank["weights"] for rank in ended.ranks}) != 1:
+        sys.exit("the weights of the workers differ")
+    times, sizes, memory = ([row[i] for row in steps] for i in range(3))
+    full = median(end - begin for begin, end, size in zip(times, times[1:], sizes[1:], strict=False) if size == ranks)
+    goodput = full * sum(sizes[1:]) / ranks / (times[-1] - times[0])
+    figures: Row = {
+        "ranks": ranks,
+        "minutes": (times[-1] - times[0]) / 60,
+        "deaths": died,
+        "goodput": goodput,
+        "longest_step": max(end - begin for begin, end in itertools.pairwise(times)),
+        "memory": [memory[len(memory) // 10], memory[-1]],
+        "left_over": sorted(_left_over() - left_before),
+    }
+    harness.write(options.json, figures)
+    print(
+        f"{died} deaths of {ranks} workers in {figures['minutes']:.1f} minutes: goodput {goodput:.3f}, longest step "
+        f"{figures['longest_step']:.2f} s, memory of rank 0 {memory[len(memory) // 10] / 1e6:.0f} MB early and "
+        f"{memory[-1] / 1e6:.0f} MB at the end, left over: {', '.join(figures['left_over']) or 'nothing'}"
+    )
+    print(f"the goal is {SHARE}: {'met' if goodput >= SHARE else 'missed'}")
+    return 0 if goodput >= SHARE and not figures["left_over"] else 1
+
+
+def _left_over() -> set[str]:
+    """Return shared memory, folders of Open MPI, and processes that a job may leave."""
+    found = {str(path) for path in Path("/dev/shm").iterdir()}
+    found |= {str(path) for path in Path(tempfile.gettempdir()).glob("prte.*/*")}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"--worker" in (line := path.read_bytes()) and b"survival.py" in line:
+                found.add(path.parent.name)
+    return found
+
+
+def _kill_workers(folder: Path, kills: int, over: threading.Event) -> None:
+    """Kill one of the workers each minute, those with low numbers first: rank 0 is among them."""
+    while not over.wait(1) and not (folder / "steps").exists():
+        pass
+    for number in range(kills):
+        if over.wait(60):
+            return
+        working = sorted(folder.glob("works-*"), key=lambda path: int(path.name.split("-")[1]))
+        victim = working[number % len(working)]
+        victim.rename(folder / f"killed-{number}")
+        os.kill(int(victim.name.split("-")[2]), signal.SIGKILL)
+
+
+def _train_for_minutes(setting: argparse.Namespace) -> Row:
+    """Train with a pause in each step; rank 0 writes the time, the number of ranks and its memory after each."""
+    import keras
+    import numpy as np
+
+    import hvdx
+    import hvdx.keras
+    from hvdx.comm import start
+
+    hvdx.init()
+    keras.utils.set_random_seed(0)
+    comm, folder = start(), Path(setting.shared)
+    x, y = np.random.default_rng(0).normal(size=(4096, 32)).astype(np.float32), np.zeros((4096, 1), np.float32)
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(1e-3), "mse")
+
+    class Steps(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: harness.Logs = None) -> None:
+            # A spare is here once it is a rank.
+            if not hasattr(self, "file"):
+                self.file = os.open(folder / "steps", os.O_APPEND | os.O_CREAT | os.O_WRONLY)
+                (folder / f"works-{comm.world_ranks[comm.rank]}-{os.getpid()}").touch()
+
+        def on_train_batch_begin(self, batch: int, logs: harness.Logs = None) -> None:
+            time.sleep(_PAUSE)
+
+        def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
+            if comm.rank == 0:
+                line = f"{time.time()} {comm.size} {harness.memory('VmRSS')}\n"
+                os.write(self.file, line.encode())
+
+    data = hvdx.shard((x, y), 32).repeat()
+    model.fit(
+        data,
+        steps_per_epoch=_STEPS,
+        epochs=max(1, round(60 * setting.minutes / _PAUSE / _STEPS)),
+        verbose=0,
+        callbacks=[hvdx.keras.Distribute("all_reduce"), Steps()],
+    )
+    return {"weights": hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()}
 
 
 # -- accuracy ---------------------------------------------------------------------------------------------------------
@@ -238,6 +361,8 @@ def _deaths(case: Row) -> Row:
 
 def train(setting: argparse.Namespace) -> Row:
     """Train on one worker, which may die; return the milliseconds of a step, or the seconds after each death."""
+    if hasattr(setting, "minutes"):
+        return _train_for_minutes(setting)
     if hasattr(setting, "epochs"):
         return _train_to_the_end(setting)
     import keras
@@ -274,7 +399,7 @@ def train(setting: argparse.Namespace) -> Row:
     seconds = []
     for number in range(len(setting.deaths)):
         died = float((folder / f"death-{number}").read_text())
-        ends = zip(clock.times, clock.times[1:], strict=False)
+        ends = itertools.pairwise(clock.times)
         waits = [end - max(begin, died) for begin, end in ends if end > died and begin < died + _WATCHED]
         # A worker that has not taken a step waits from the death on.
         seconds.append(max([*waits, clock.times[0] - died]))
