@@ -11,6 +11,15 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+#: Environment variable: number of spares, which are the last processes of the job.
+SPARES = "HVDX_SPARES"
+
+
+def spares() -> int:
+    """Return the number of spares in the environment; 0 if it is no number, which `hvdx.comm.spares` refuses."""
+    text = os.environ.get(SPARES, "")
+    return int(text) if text.isdigit() else 0
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -27,6 +36,13 @@ class Launch:
     size: int | None
     local_rank: int | None = None
     local_size: int | None = None
+
+    @property
+    def computing_here(self) -> int:
+        """Number of ranks on this host, of which spares, the last ranks of the job, compute nothing; at least 1."""
+        here = self.local_size or 1
+        # On several hosts, where they are is not known before the ranks have met.
+        return max(1, here - spares()) if here == self.size else here
 
 
 # launcher: rank, size, local rank, local size. The first launcher whose rank and size are set is used, so the innermost

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
+from hvdx.comm.launcher import SPARES as VARIABLE
 from hvdx.comm.mpi import MpiComm
 from hvdx.comm.waiting import until
 from hvdx.errors import ConfigError, ExchangeError
 
-#: Environment variable: number of spares, which are the last processes of the job.
-VARIABLE = "HVDX_SPARES"
 # Tags: a spare waits; a rank has ended.
 _READY_TAG, _END_TAG = 11, 12
 

@@ -269,7 +269,7 @@ def stop() -> None:
 
 
 def _check_machine(launch: Launch) -> None:
-    cores, here = usable_cores(), launch.local_size or 1
+    cores, here = usable_cores(), launch.computing_here
     # A launcher may bind each rank to one core, which says nothing about the machine.
     cores = max(cores, os.cpu_count() or 1)
     most = int(os.environ.get("HVDX_RANKS_PER_CORE", _RANKS_PER_CORE)) * cores

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from hvdx.comm import launcher
-from hvdx.comm.launcher import Share, detect, fair_cores, kernel_threads, share_of_cores, threads_for
+from hvdx.comm.launcher import Launch, Share, detect, fair_cores, kernel_threads, share_of_cores, threads_for
 from hvdx.comm.mpi import check_size
 from hvdx.errors import LaunchError
 
@@ -142,6 +142,13 @@ def test_kernel_threads_defer_to_omp_num_threads(monkeypatch):
     assert (kernel_threads(4), kernel_threads(1), share_of_cores(4)) == (4, None, 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert (kernel_threads(4), share_of_cores(4)) == (None, 4)
+
+
+def test_spares_on_this_host_compute_nothing(monkeypatch):
+    monkeypatch.setenv("HVDX_SPARES", "3")
+    assert [Launch("Open MPI", 0, 5, 0, here).computing_here for here in (5, 2, None)] == [2, 2, 1]
+    monkeypatch.setenv("HVDX_SPARES", "")
+    assert Launch("Open MPI", 0, 5, 0, 5).computing_here == 5
 
 
 def test_core_mask_has_one_bit_per_usable_core():

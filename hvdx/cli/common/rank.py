@@ -21,13 +21,9 @@ def main(argv: list[str]) -> None:
     output, *program = argv
     launcher = _load("launcher")
     found = launcher.detect()
-    rank, here = (found.rank, found.local_size) if found is not None else (0, None)
-    # Spares compute nothing until they take the place of a rank; the last ranks of the job are spares.
-    spares = int(os.environ.get("HVDX_SPARES") or 0)
-    if here and found is not None and here == found.size:
-        here -= spares
+    rank, here = (found.rank, found.computing_here) if found is not None else (0, 1)
     # TensorFlow reads these when it starts, even if the script has not called hvdx.init() before.
-    share = launcher.threads_for(here or 1, chosen_by=launcher.TENSORFLOW_THREADS)
+    share = launcher.threads_for(here, chosen_by=launcher.TENSORFLOW_THREADS)
     os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(share.threads))
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", str(share.threads))
     # By default, each process of Python orders sets of strings in its own way, and ranks would have different
