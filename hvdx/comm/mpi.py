@@ -114,7 +114,9 @@ class MpiComm(Comm):
             servers.
         split: number of ranks that split a layer, or "node"; see `hvdx.comm.mesh`.
         watched: whether a watchdog looks for ranks that make no progress.
-        alive: function that every wait calls again and again; it raises an error to end the wait.
+        alive: function that every wait calls again and again; it raises an error to end the wait. Channels then have
+            no communicators of their own, since Open MPI may crash if a rank dies while it makes one: the ranks run the
+            exchanges of all channels in one order.
 
     Raises:
         LaunchError: if MPI's world differs from the launcher's, MPI lacks MPI_THREAD_MULTIPLE, or ranks were given
@@ -302,9 +304,10 @@ class MpiChannel(Channel):
         self._buffer = np.empty(0, np.uint8)
         # `_wait` needs a communicator to find missing ranks, so it has the parent's until the duplicate exists.
         self._comm = parent
-        fresh, request = parent.Idup()
-        self._wait(request)
-        self._comm = fresh
+        if alive is None:
+            fresh, request = parent.Idup()
+            self._wait(request)
+            self._comm = fresh
 
     def named(self, what: str) -> "MpiChannel":
         """Set the name of the next exchange and return this channel."""
@@ -401,7 +404,7 @@ class MpiChannel(Channel):
             self._wait(self._comm.Ibcast([data[begin : begin + _MAX_BYTES], self._mpi.BYTE], root))
 
     def close(self) -> None:
-        if not self._mpi.Is_finalized():
+        if self._alive is None and not self._mpi.Is_finalized():
             self._comm.Free()
 
     def _wait(self, request: "MPI.Request") -> None:
