@@ -31,6 +31,7 @@ class NoiseEstimate:
     Example:
         >>> estimate = NoiseEstimate()
         >>> estimate.observe(np.array([[1.0, -1.0], [-1.0, 1.0]]))
+        >>> estimate.observe(np.array([[7.0, 7.0]]))  # nobody else is left: no change
         >>> round(estimate.factor(4), 6), estimate.factor(1)
         (2.0, 1.0)
     """
@@ -42,8 +43,8 @@ class NoiseEstimate:
         """Add the sample of a step to the estimate.
 
         Args:
-            samples: float[ranks, n], the same n elements of the gradient of each rank; at least two ranks. Or float[k,
-                n], results of `common_sample`.
+            samples: float[ranks, n], the same n elements of the gradient of each rank. Or float[k, n], results of
+                `common_sample`.
             each: number of ranks in each of the samples.
         """
         values = samples.astype(np.float64)
@@ -61,13 +62,18 @@ class NoiseEstimate:
         Args:
             total: float64[n], sums of the same n elements of the gradients of all ranks.
             squares: sum of the squares of the elements of all ranks.
-            ranks: number of ranks, at least two.
+            ranks: number of ranks.
         """
         if total.size and np.isfinite(squares) and np.isfinite(total).all():
             self._add(squares / (ranks * total.size), float(np.mean((total / ranks) ** 2)), ranks)
 
     def _add(self, whole: float, of_mean: float, ranks: int) -> None:
-        """Add the mean square of the ranks' gradients, and that of their mean, to the estimate."""
+        """Add the mean square of the ranks' gradients, and that of their mean, to the estimate.
+
+        A rank that all others have left learns nothing of the noise.
+        """
+        if ranks == 1:
+            return
         self.state[0] += 1
         weight = 1 / min(self.state[0], _WINDOW)
         self.state[1:] += weight * (np.array([(ranks * of_mean - whole) / (ranks - 1), whole]) - self.state[1:])
