@@ -66,7 +66,7 @@ help:
 	@echo 'make test-quick  the tests to run after each edit: every room, one job on 2 ranks'
 	@echo 'make check       lint, formatting, types, the rules about imports; writes nothing'
 	@echo 'make docs        build the pages as a site, site/index.html; a broken link fails (prepares .venv-docs first)'
-	@echo 'make wheel       build the wheel, dist/hvdx-*.whl, and test what is in it'
+	@echo 'make wheel       build wheel and sdist in dist, and test what is in them'
 	@echo 'make mutants     break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
 	@echo 'make scripts     train the Keras scripts of tests/scripts on two workers under each strategy (half an hour; ONLY=)'
 	@echo 'make matrix      test with the oldest and newest TensorFlow and Keras, each in an environment of its own (20 minutes)'
@@ -143,6 +143,7 @@ $(DOCS): pyproject.toml
 
 wheel: $(INSTALLED)
 	@rm -rf build dist  # files of an earlier build would get into this one
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" >/dev/null
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(PYTEST) -q tests/test_packaging.py
 

@@ -1,8 +1,9 @@
-"""A wheel contains one top-level package with all modules and templates."""
+"""A wheel contains one top-level package with all modules and templates, and an sdist what the wheel is made of."""
 
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -11,17 +12,46 @@ from tests.launch import ROOT
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Build a wheel from a clean copy of the checkout."""
-    source = tmp_path_factory.mktemp("source") / "hvdx"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
+def source(tmp_path_factory):
+    """Return a clean copy of the checkout."""
+    copy = tmp_path_factory.mktemp("source") / "hvdx"
+    copy.mkdir()
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, copy)
     for name in ("hvdx", "kernels", "jobs", "tests"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def build_wheel(source):
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", source, source]
     subprocess.run(command, check=True, timeout=120)
     return zipfile.ZipFile(next(source.glob("*.whl")))
+
+
+@pytest.fixture(scope="module")
+def sdist(source):
+    """Build an sdist, and unpack it; before the wheel, whose build leaves files in the source."""
+    code = "from setuptools import build_meta; build_meta.build_sdist('sdist')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=source, stdout=subprocess.DEVNULL)
+    with tarfile.open(next((source / "sdist").glob("*.tar.gz"))) as archive:
+        archive.extractall(source / "sdist", filter="data")
+    return next(path for path in (source / "sdist").iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def wheel(source, sdist):
+    """Build a wheel."""
+    return build_wheel(source)
+
+
+def test_sdist_makes_the_same_wheel(sdist, wheel):
+    assert {"CHANGELOG.md", "LICENSE", "hvdx"} <= {path.name for path in sdist.iterdir()}
+    assert not (sdist / "tests").exists()
+    made = build_wheel(sdist)
+    assert {name: made.getinfo(name).CRC for name in made.namelist() if "RECORD" not in name} == {
+        name: wheel.getinfo(name).CRC for name in wheel.namelist() if "RECORD" not in name
+    }
 
 
 def test_wheel_holds_one_top_level_package(wheel):
