@@ -7,6 +7,7 @@ from typing import Literal
 import keras
 
 from hvdx.comm import Comm
+from hvdx.errors import ConfigError
 from hvdx.keras.adapters.rank_local import Owner
 from hvdx.keras.fit import callback_list, data, limits, replacing, saving
 from hvdx.keras.fit.attachment import Attachment
@@ -31,6 +32,7 @@ from hvdx.keras.fit.state import Declared, State
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
 from hvdx.keras.seams.frames import calling_list
+from hvdx.keras.seams.models import set_initial_epoch
 from hvdx.keras.types import Logs
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
@@ -177,6 +179,12 @@ class Distribute(Parts):
         """Begin alike on all ranks; a spare waits here until it is a rank."""
         super().agree(offered)
         if self._comm.waits:
+            if not self.model.built:
+                raise ConfigError(
+                    f"--spares: expected a model that is built, since a spare receives its weights before the first "
+                    f"step; got {self.model.name} without weights. Do: give it an Input, or call it on a batch "
+                    "before fit."
+                )
             if not self._comm.wait(saving.fits()):
                 raise SystemExit(0)
             self._is_new = True
@@ -199,6 +207,8 @@ class Distribute(Parts):
         """Let spares take the places of ranks that died."""
         if self._is_new:
             self._is_new = False
+            # Keras has read it; the next fit has its own.
+            set_initial_epoch(self.model, None)
         elif self._comm.can_admit(saving.fits()):
             for part in self._all_parts():
                 part.before_newcomers()
