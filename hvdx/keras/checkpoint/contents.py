@@ -24,6 +24,9 @@ from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.version import __version__
 
+# In JSON types.
+Manifest = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Data:
@@ -59,7 +62,7 @@ class Snapshot:
         parts: parts of split layers, to be copied before training continues; empty outside the first group.
     """
 
-    manifest: dict[str, Any]
+    manifest: Manifest
     shared: dict[str, Variable | np.ndarray]
     mine: dict[str, np.ndarray]
     parts: dict[str, Variable | np.ndarray] = field(default_factory=dict)
@@ -112,7 +115,7 @@ def division(model: keras.Model, groups: Mapping[str, Sequence[Variable]], comm:
 
 def _manifest(
     model: keras.Model, groups: Mapping[str, Sequence[Variable]], mine: Mapping[str, np.ndarray], data: Data, comm: Comm
-) -> dict[str, Any]:
+) -> Manifest:
     return {
         "hvdx": __version__,
         "drawn": list(data.drawn),

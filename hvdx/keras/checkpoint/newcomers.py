@@ -3,14 +3,13 @@
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
-from hvdx.keras.checkpoint.contents import Data, array_of, snapshot, variables_of
+from hvdx.keras.checkpoint.contents import Data, Manifest, array_of, snapshot, variables_of
 from hvdx.keras.checkpoint.files import ArraysInMemory
 from hvdx.keras.checkpoint.restoring import LoadedCheckpoint
 from hvdx.keras.fit import data, replacing
@@ -22,7 +21,7 @@ class _Received:
 
     path = Path("the state of another rank")
 
-    def __init__(self, manifest: dict[str, Any], shared: Mapping[str, np.ndarray], mine: dict[str, np.ndarray]):
+    def __init__(self, manifest: Manifest, shared: Mapping[str, np.ndarray], mine: dict[str, np.ndarray]):
         self.manifest, self._shared, self._mine = manifest, shared, ArraysInMemory(mine)
 
     def shared(self) -> Mapping[str, np.ndarray]:
@@ -38,7 +37,7 @@ def give(model: keras.Model, comm: Comm, attachment: Attachment, is_new: bool) -
     Their residuals are zero. All ranks open their exchanges anew, as after a restart.
     """
 
-    def content() -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:
+    def content() -> tuple[Manifest, dict[str, np.ndarray], list[str]]:
         found = snapshot(model, comm, Data(data.state()[0]))
         return found.manifest | {"ranks": 1, "epoch": 0, "step": 0}, found.mine, list(found.shared)
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import keras
 import numpy as np
@@ -16,6 +16,7 @@ from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.rank_local import accumulated, declared, rank_local_ids
 from hvdx.keras.checkpoint.contents import (
     Data,
+    Manifest,
     described,
     division,
     set_random_states,
@@ -128,7 +129,7 @@ class Source(Protocol):
     """A checkpoint in a folder (`Saved`) or in memory."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     def shared(self) -> Mapping[str, np.ndarray]:
         """Return the shared arrays."""
