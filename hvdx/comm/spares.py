@@ -96,11 +96,13 @@ class Spares:
         return [self._hosts[number] for number in members]
 
     def leave(self) -> None:
-        """Tell the spares that this process ends."""
-        self._send(_END_TAG, 0)
+        """Tell the spares that wait that this process ends."""
+        self._send(_END_TAG, 0, to_ranks=False)
 
-    def _send(self, tag: int, word: int) -> None:
-        for process in range(self.world.Get_size()):
+    def _send(self, tag: int, word: int, to_ranks: bool) -> None:
+        """Send a number to the ranks, or to the spares that wait."""
+        me = self.world.Get_rank()
+        for process in [p for p, trains in enumerate(self._trains) if trains is to_ranks and p != me]:
             # The dead, and a group that was revoked.
             with contextlib.suppress(self._mpi.Exception):
                 self._sent.append(self.world.Isend(np.array([word], np.int64), process, tag))
@@ -128,7 +130,7 @@ class Spares:
         Args:
             place: number of the place where this spare waits.
         """
-        self._send(_READY_TAG, place)
+        self._send(_READY_TAG, place, to_ranks=True)
         gone: set[int] = set()
 
         def has_ended(process: int) -> bool:
