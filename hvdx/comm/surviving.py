@@ -4,8 +4,10 @@ The ranks repeat a unit of collectives (`Comm.complete`) in which a rank died, w
 docs/adr/0044 the reasons.
 """
 
+import atexit
 import contextlib
 import enum
+import math
 import os
 import signal
 import sys
@@ -145,6 +147,13 @@ class SurvivingComm(Comm):
         # Number of ranks at the start.
         self._full = len(self._members)
         self._take_places()
+        atexit.register(self._limit_the_end)
+
+    def _limit_the_end(self) -> None:
+        """Let this process end by a signal if MPI does not end: Open MPI may wait for the dead in `MPI_Finalize`."""
+        supervision.report("over", rank=self._members[self._now.rank])
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(math.ceil(self._limit))
 
     def _leave_spares_out(self, everyone: MpiComm, beside: spares.Spares) -> None:
         number = everyone.rank

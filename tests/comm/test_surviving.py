@@ -209,6 +209,22 @@ def test_ranks_go_on_without_those_that_die_or_hang() -> None:
     assert done.code == 5, done
 
 
+# What is registered first runs last: rank 1 seems to hang in `MPI_Finalize`.
+_END = """
+import atexit, os, time
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    atexit.register(time.sleep, 1000)
+from hvdx.comm import start
+start()
+"""
+
+
+def test_end_in_mpi_has_a_limit() -> None:
+    command = [sys.executable, "-m", "hvdx", "run", "-n", "2", "--survive", sys.executable, "-c", _END]
+    done = run_command(command, 60, {"HVDX_TIMEOUT": "2"})
+    assert done.code == 0, done
+
+
 def test_refusals_name_the_remedy() -> None:
     for environment, options, expected in (
         ({"HVDX_SURVIVE": "1"}, ["mpirun", "--allow-run-as-root", "--oversubscribe"], "mpirun --with-ft ulfm"),

@@ -48,6 +48,7 @@ class Attempt:
     text: str = ""
     left: list[int] = field(default_factory=list)
     _spares: set[object] = field(default_factory=set)
+    _over: set[object] = field(default_factory=set)
 
     def take(self, reports: Sequence[Mapping[str, object]]) -> None:
         """Take over what ranks have reported."""
@@ -61,8 +62,12 @@ class Attempt:
             elif report["kind"] == "spare":
                 # It ends with 0, whatever the ranks do.
                 self._spares.add(report.get("rank"))
+            elif report["kind"] == "over":
+                self._over.add(report.get("rank"))
             elif report["kind"] == "left" and report.get("rank") not in self._spares:
-                self.left.append(int(str(report.get("code", 1))))
+                code = int(str(report.get("code", 1)))
+                # Its script had ended, and its end in MPI took too long; see `hvdx.comm.surviving`.
+                self.left.append(0 if code == -signal.SIGALRM and report.get("rank") in self._over else code)
 
     @property
     def useful(self) -> float:
