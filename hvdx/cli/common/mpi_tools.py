@@ -18,7 +18,7 @@ _TIMEOUT = 20.0  # seconds; a cold mpirun on a network file system has taken sev
 _SIGNATURES = (
     ("Intel MPI", r"Intel\(R\) MPI Library[^\d]*([\d.]+\d)?"),
     ("MVAPICH", r"MVAPICH2?(?: Version:?)?\s*([\d.]+\d)?"),
-    ("Open MPI", r"Open MPI\)?:?\s*v?([\d.]+\d)?"),
+    ("Open MPI", r"(?:Open MPI|OpenRTE)\)?:?\s*v?([\d.]+\d)?"),
     ("MPICH", r"(?:MPICH(?: Version:?| version)?|HYDRA build details:\s*Version:)\s*([\d.]+\d)?"),
 )
 
@@ -87,8 +87,8 @@ def recognise(text: str) -> tuple[str, str]:
     """Read vendor and version from the output of an MPI tool; ("", "") if there are none.
 
     Example:
-        >>> recognise("mpirun (Open MPI) 5.0.11")
-        ('Open MPI', '5.0.11')
+        >>> recognise("mpirun (Open MPI) 5.0.11"), recognise("mpirun.openmpi (OpenRTE) 4.1.4")
+        (('Open MPI', '5.0.11'), ('Open MPI', '4.1.4'))
     """
     for vendor, pattern in _SIGNATURES:
         match = re.search(pattern, text)
