@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hvdx.cli.common.mpi_tools import mpirun_command
 from hvdx.comm.surviving import Step, protocol
 from tests.launch import run_command
 
@@ -225,12 +226,15 @@ def test_end_in_mpi_has_a_limit() -> None:
     assert done.code == 0, done
 
 
+_RUN = [sys.executable, "-m", "hvdx", "run"]
+
+
 def test_refusals_name_the_remedy() -> None:
     for environment, options, expected in (
-        ({"HVDX_SURVIVE": "1"}, ["mpirun", "--allow-run-as-root", "--oversubscribe"], "mpirun --with-ft ulfm"),
-        ({"HVDX_SPLIT": "2"}, [sys.executable, "-m", "hvdx", "run", "--survive"], "got split=2. Do: hvdx run --max-r"),
+        ({"HVDX_SURVIVE": "1"}, mpirun_command(2), "mpirun --with-ft ulfm"),
+        ({"HVDX_SPLIT": "2"}, [*_RUN, "-n", "2", "--survive"], "got split=2. Do: hvdx run --max-r"),
     ):
         program = [sys.executable, "-c", "from hvdx.comm import start; start()"]
-        done = run_command([*options, "-n", "2", *program], 60, environment)
+        done = run_command([*options, *program], 60, environment)
         assert done.code, done
         assert expected in done.out, done
