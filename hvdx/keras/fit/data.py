@@ -216,6 +216,8 @@ def _shard_arrays(
             f"shard: steps: expected 1 to {possible}, the steps of {count} samples on {size} ranks times {batch}, got "
             f"{steps}."
         )
+    # Otherwise the ranks that are left when a pass begins decide on its length.
+    is_fixed = drop_remainder or not place.changes
     epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
     if shuffle:
         _shares.append(_Share(weakref.ref(epochs), steps, whole, size))
@@ -233,12 +235,12 @@ def _shard_arrays(
     def epoch_of(_: tf.Tensor) -> tf.data.Dataset:
         epoch = epochs.assign_add(1)
         rank, size = place.rank, place.size
-        taken = steps if drop_remainder else _steps_of(count, batch, rank, size)
+        taken = steps if is_fixed else _steps_of(count, batch, rank, size)
         numbered = tf.data.Dataset.range(taken)
         return numbered.map(lambda step: batch_of(step, epoch, rank, size), num_parallel_calls=2, deterministic=True)
 
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
-    if drop_remainder or not place.changes:
+    if is_fixed:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
     made = untuned(dataset.prefetch(2))
     # TensorFlow does not know the length of the gathered rows; `batch_size` reads it here.

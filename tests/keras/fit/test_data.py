@@ -73,6 +73,11 @@ def test_remainder_can_be_kept_for_validation():
         assert max(counts) - min(counts) <= 1
 
 
+def test_steps_count_without_a_remainder_too():
+    share = hvdx.shard(np.arange(20), 4, rank=0, size=2, steps=2, drop_remainder=False)
+    assert len(list(share)) == 2
+
+
 @pytest.mark.parametrize("batch", [None, 2])
 def test_dataset_shares_are_disjoint_and_equal(batch):
     def source():
