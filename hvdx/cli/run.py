@@ -119,9 +119,9 @@ def run(args: argparse.Namespace) -> int:
         survival = ["--with-ft", "ulfm"] if survives else []
         # After a restart the hosts may have no room for them, or one worker may be left, which nobody outlives.
         extra = min(args.spares, max(0, sum(hosts.values()) - workers)) if hosts else args.spares
+        extra = extra if workers > 1 else 0
         if args.spares:
-            os.environ[spares.VARIABLE] = chosen[spares.VARIABLE] = str(extra if workers > 1 else 0)
-            extra = int(chosen[spares.VARIABLE])
+            os.environ[spares.VARIABLE] = chosen[spares.VARIABLE] = str(extra)
         options = [*survival, *traffic_options(mpi, list(hosts)), *_host_options(mpi, hosts)]
         return [*mpirun_command(workers + extra, mpi), *options, *rank, *program]
 

@@ -9,7 +9,7 @@ communicator that cannot reach a rank raises an error after its time limit.
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -327,6 +327,23 @@ class Mailbox(abc.ABC):
     @abc.abstractmethod
     def receiving(self) -> bool:
         """True while a message has arrived in part."""
+
+
+def of_comm(name: str) -> Any:
+    """Return a property with the value that an attribute of the object's own communicator has now.
+
+    Args:
+        name: name of the attribute.
+
+    Example:
+        >>> class Fixed:
+        ...     size = of_comm("size")
+        ...     def __init__(self, comm): self._comm = comm
+        >>> from hvdx.comm import LocalComm
+        >>> Fixed(LocalComm()).size
+        1
+    """
+    return property(lambda self: getattr(self._comm, name))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdx.comm import failure
 from hvdx.comm.alignment import is_aligned
-from hvdx.comm.base import BufferFor, Channel, Comm, GraphComm, Mailbox, Reduction, T
+from hvdx.comm.base import BufferFor, Channel, Comm, GraphComm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.buckets import BucketThread, fill
 from hvdx.comm.dense import DenseSums
 from hvdx.comm.launcher import usable_cores
@@ -30,6 +30,12 @@ class HostGraphComm(TensorComm):
         comm: communicator on the host, with channels.
     """
 
+    # They change when a rank dies.
+    rank, size = of_comm("rank"), of_comm("size")
+    local_rank, local_size = of_comm("local_rank"), of_comm("local_size")
+    cross_rank, cross_size = of_comm("cross_rank"), of_comm("cross_size")
+    hosts, world_ranks, recoveries = of_comm("hosts"), of_comm("world_ranks"), of_comm("recoveries")
+
     def __init__(self, comm: Comm):
         prepare()
         self._comm = comm
@@ -40,42 +46,6 @@ class HostGraphComm(TensorComm):
         between_hosts = len(set(comm.hosts)) > 1 and not comm.survives
         self._overlaps = between_hosts and not comm.any_true(_operations_at_once() == 1)
         self._behind = BucketThread(self._sums_once)
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self._comm.size
-
-    @property
-    def local_rank(self) -> int:  # type: ignore[override]
-        return self._comm.local_rank
-
-    @property
-    def local_size(self) -> int:  # type: ignore[override]
-        return self._comm.local_size
-
-    @property
-    def cross_rank(self) -> int:  # type: ignore[override]
-        return self._comm.cross_rank
-
-    @property
-    def cross_size(self) -> int:  # type: ignore[override]
-        return self._comm.cross_size
-
-    @property
-    def hosts(self) -> Sequence[str]:  # type: ignore[override]
-        return self._comm.hosts
-
-    @property
-    def world_ranks(self) -> Sequence[int]:
-        return self._comm.world_ranks
-
-    @property
-    def recoveries(self) -> int:  # type: ignore[override]
-        return self._comm.recoveries
 
     def complete(self, work: Callable[[], T]) -> T:
         return self._comm.complete(work)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import failure, launcher, spares, supervision
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received
+from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received, of_comm
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi import MpiComm
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
@@ -495,17 +495,11 @@ class SurvivingChannel(Channel):
         now: function that returns the communicator of the ranks that are left.
     """
 
+    rank, size = of_comm("rank"), of_comm("size")
+
     def __init__(self, comm: SurvivingComm, what: str, now: Callable[[], Comm]):
         self._comm, self._what, self._now = comm, what, now
         self._made: tuple[int, Channel | None] = (-1, None)
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self._comm.size
 
     @property
     def _channel(self) -> Channel:

@@ -226,7 +226,7 @@ def _train_for_minutes(setting: argparse.Namespace) -> Row:
         verbose=0,
         callbacks=[hvdx.keras.Distribute("all_reduce"), Steps()],
     )
-    return {"weights": hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()}
+    return {"weights": _digest(model)}
 
 
 # -- accuracy ---------------------------------------------------------------------------------------------------------
@@ -278,7 +278,6 @@ def _accuracy(options: argparse.Namespace) -> int:
 def _train_to_the_end(setting: argparse.Namespace) -> Row:
     """Train Fashion-MNIST; at the end of each epoch but the last, a rank dies if deaths are wanted."""
     import keras
-    import numpy as np
 
     import hvdx
     import hvdx.keras
@@ -296,7 +295,7 @@ def _train_to_the_end(setting: argparse.Namespace) -> Row:
     # A spare joins when an epoch begins.
     callbacks = [hvdx.keras.Distribute(setting.strategy), Deaths()]
     model.fit(train_data, epochs=setting.epochs, verbose=0, callbacks=callbacks)
-    weights = hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()
+    weights = _digest(model)
     _, accuracy = model.evaluate(data.test_x, data.test_y, batch_size=500, verbose=0)
     return {"accuracy": accuracy, "weights": weights}
 
@@ -407,8 +406,13 @@ def train(setting: argparse.Namespace) -> Row:
         waits = [end - max(begin, died) for begin, end in ends if end > died and begin < died + _WATCHED]
         # A worker that has not taken a step waits from the death on.
         seconds.append(max([*waits, clock.times[0] - died]))
-    weights = hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()
+    weights = _digest(model)
     return {"seconds": seconds, "weights": weights}
+
+
+def _digest(model: Any) -> str:
+    """Return a text that is the same for equal weights only."""
+    return hashlib.sha256(b"".join(w.numpy().tobytes() for w in model.weights)).hexdigest()
 
 
 def _clock() -> Any:
