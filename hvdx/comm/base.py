@@ -9,7 +9,7 @@ communicator that cannot reach a rank raises an error after its time limit.
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -329,7 +329,7 @@ class Mailbox(abc.ABC):
         """True while a message has arrived in part."""
 
 
-def of_comm(name: str) -> Any:
+def of_comm(name: str) -> property:
     """Return a property with the value that an attribute of the object's own communicator has now.
 
     Args:
