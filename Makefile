@@ -96,9 +96,6 @@ STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py 
 	%/test_docs.py %/test_extending.py %/test_mirror.py, \
 	$(wildcard tests/jobs/test_*.py tests/jobs/benchmarks/test_*.py tests/test_*.py))
 ALONE = tests/test_stalls.py tests/test_at_ranks.py tests/cli/test_lab.py tests/jobs/test_parameter_server_jobs.py
-# What can be said of the sources without running them, in seconds.
-RULES = tests/test_rooms.py tests/test_seams.py tests/test_signatures.py tests/test_mirror.py tests/test_docs.py \
-	tests/test_project_files.py tests/strategies/test_composition.py
 # Every room, and one job on two ranks; no framework but TensorFlow, and no Horovod, whose build takes a C++ compiler.
 QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_cpu_arguments.py tests/kernels/test_tiles.py \
 	tests/kernels/test_cpu_borders.py tests/kernels/test_cpu_decode.py tests/keras/fit/test_data.py \
@@ -129,7 +126,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q $(RULES)
+	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_seams.py tests/test_signatures.py tests/test_mirror.py tests/test_docs.py tests/test_project_files.py tests/strategies/test_composition.py
 
 # An environment of its own, without TensorFlow: the API reference is made from the sources.
 DOCS_VENV := .venv-docs
