@@ -123,10 +123,14 @@ def test_launcher_of_another_mpi_is_refused():
     assert "hvdx doctor" in done.out
 
 
-def test_unknown_strategy_or_option_gets_a_suggestion():
+def test_unknown_strategy_gets_a_suggestion():
     code = "network().fit(x, y, verbose=0, callbacks=[hvdx.keras.Distribute()])"
     fails(2, code, "ConfigError", "did you mean all_reduce", env={"HVDX_STRATEGY": "all_redcue"})
-    fails(2, code, "compression=none", env={"HVDX_STRATEGY": "all_reduce:compresion=fp16"})
+
+
+def test_error_of_all_ranks_is_printed_once():
+    done = fails(4, "ready(); raise ValueError('the same everywhere')", "ValueError: the same everywhere")
+    assert done.out.count("failed; ending the job on all ranks") == 1
 
 
 @pytest.mark.parametrize(

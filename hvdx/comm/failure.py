@@ -19,6 +19,8 @@ _log = Log(__name__)
 # Seconds that this rank waits before it ends the job, so that another rank can print a shared error, or all ranks can
 # end by themselves.
 _COURTESY_SECONDS = 3.0
+# Seconds that a rank waits for a lower one to fail in the same way, which then alone prints the error.
+_ALIKE_SECONDS = 0.3
 # Text of Horovod's error on the other ranks after one rank has ended.
 _SHUT_DOWN = "Horovod has been shut down"
 # Time limit for finding out which rank has ended.
@@ -71,7 +73,10 @@ def install(rank: int, size: int, survives: bool = False) -> None:
             headline = f"rank {rank} of {size} on {socket.gethostname()} failed; {then}"
             said = find_user_error(str(error)) if kind.__module__.startswith("tensorflow.") else ""
             said = said or f"{kind.__name__}: {str(error).partition(chr(10))[0]}"
-            _log.urgent(ERROR, f"{headline}: {said}", (kind, error, trace))
+            if not survives and watchdog.fails_like_lower_rank(said, _ALIKE_SECONDS if rank else 0.0):
+                time.sleep(_COURTESY_SECONDS)
+            else:
+                _log.urgent(ERROR, f"{headline}: {said}", (kind, error, trace))
         sys.stdout.flush()
         if not survives:
             mpi.abort(departed[0] or 1 if departed else 1)

@@ -142,6 +142,14 @@ class Watchdog:
         self._own_end, self._hurry = (status, how), hurry
         self._wake.set()
 
+    def failed_below(self, how: str) -> bool:
+        """Return whether a rank below this one has left in the same way.
+
+        Args:
+            how: see `leave`.
+        """
+        return any(rank < self._rank and other == how for rank, (_, other) in list(self._gone.items()))
+
     def others_left(self) -> bool:
         """Return whether every other rank has left."""
         return len(self._gone) == self._size - 1
@@ -178,7 +186,7 @@ class Watchdog:
                     self._announce_end()
                 self._receive()
                 self._check()
-                self._wake.wait(_BUSY_TICK if self._end else self._tick)
+                self._wake.wait(_BUSY_TICK if self._end or self._end_announced else self._tick)
                 self._wake.clear()
             self._announce_end()
         except Exception as error:
@@ -330,6 +338,18 @@ def leave(status: int, how: str, hurry: bool, courtesy: float) -> bool:
     for watchdog in _running:
         watchdog.leave(status, how, hurry)
     return not status or until(lambda: all(watchdog.others_left() for watchdog in _running), courtesy)
+
+
+def fails_like_lower_rank(how: str, limit: float) -> bool:
+    """Tell the other ranks that this process fails; return whether a lower rank fails in the same way.
+
+    Args:
+        how: type and text of the exception.
+        limit: seconds to wait for such a rank.
+    """
+    for watchdog in _running:
+        watchdog.leave(1, how, hurry=True)
+    return until(lambda: any(watchdog.failed_below(how) for watchdog in _running), limit if _running else 0.0)
 
 
 def find_departed(limit: float) -> tuple[int, str, bool] | None:
