@@ -93,7 +93,7 @@ demo: $(HOROVOD) kernels
 # Tests that start processes wait a good part of the time, Slurm's the most.
 # Tests that measure seconds, and those on ranks, have the machine for themselves.
 STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py %/test_mutate.py \
-	%/test_docs.py %/test_extending.py %/test_mirror.py, \
+	%/test_docs.py %/test_figures.py %/test_extending.py %/test_mirror.py, \
 	$(wildcard tests/jobs/test_*.py tests/jobs/benchmarks/test_*.py tests/test_*.py))
 ALONE = tests/test_stalls.py tests/test_at_ranks.py tests/cli/test_lab.py tests/jobs/test_parameter_server_jobs.py
 # Every room, and one job on two ranks; no framework but TensorFlow, and no Horovod, whose build takes a C++ compiler.
@@ -126,7 +126,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_seams.py tests/test_signatures.py tests/test_mirror.py tests/test_docs.py tests/test_project_files.py tests/strategies/test_composition.py
+	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_seams.py tests/test_signatures.py tests/test_mirror.py tests/test_docs.py tests/test_figures.py tests/test_project_files.py tests/strategies/test_composition.py
 
 # An environment of its own, without TensorFlow: the API reference is made from the sources.
 DOCS_VENV := .venv-docs

@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import json
 import re
 from pathlib import Path
 
@@ -110,41 +109,3 @@ def test_claims_cover_the_commands_and_strategies_of_the_first_page():
     assert len(commands) > 7
     assert len(strategies) == 5
     assert not {name for name in commands | strategies if f"`{name}" not in page}
-
-
-def test_figures_of_scaling_are_in_its_file():
-    scaling = importlib.import_module("hvdx.jobs.benchmarks.scaling")
-    rows = json.loads((ROOT / "docs" / "benchmarks" / "scaling.json").read_text())["rows"]
-    spelled = {
-        "one worker": scaling.ALONE,
-        "Horovod's all-reduce": "horovod",
-        "AllReduce()": "all-reduce",
-        'AllReduce(compression="fp16")': "fp16",
-        "ParameterAveraging(10)": "averaging",
-        "Threshold()": "threshold",
-    }
-    found = {
-        (row["hosts"], row["strategy"], f"{row['steps']:.0f}", f"{row['seconds']:.1f}", f"{row['faster']:.2f}")
-        for model, bandwidth in {(row["model"], row["bandwidth"]) for row in rows}
-        for row in scaling.summary(rows, model, bandwidth)
-        if row["seconds"] and row["faster"]
-    }
-    page, simulated = (ROOT / "docs" / "scaling.md").read_text().split("## To 64 workers")
-    shown = [line.split(" | ") for line in page.splitlines() if re.match(r"\| \d \| .*\d \|$", line)]
-    assert len(shown) > 15
-    for workers, strategy, _, steps, _, _, seconds, _, faster in shown:
-        name = spelled[strategy.strip("*`")]
-        assert (int(workers[2:]), name, steps, seconds, faster.removesuffix(" |")) in found, (workers, strategy)
-    cases = json.loads((ROOT / "docs" / "benchmarks" / "scaling-simulated.json").read_text())["cases"]
-    drawn = {
-        (case["workers"], f"{1e3 * case['seconds']:.0f}", f"{case['sent'] / 1e3:.0f}", f"{reached:.1f}")
-        for case in cases
-        for reached in [next(seconds for seconds, loss in case["losses"] if loss <= 0.15)]
-    }
-    lines = re.findall(r"^\| (\d+) \| .* \| (\d+) \| (\d+) \| ([\d.]+) \|$", simulated, re.MULTILINE)
-    assert len(lines) > 10
-    assert {(int(workers), *rest) for workers, *rest in lines} <= drawn
-    readme = (ROOT / "README.md").read_text()
-    best = {f"{float(faster):.1f}" for *_, faster in found}
-    for figure in re.findall(r"([\d.]+) (?:times as fast|and [\d.]+ times)", readme):
-        assert figure in best, figure
