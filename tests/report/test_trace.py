@@ -19,8 +19,8 @@ def record(folder, rank=0, size=2, late=0.0, offsets=(), **header):
     writer.write(
         "fit", schema=SCHEMA, rank=rank, size=size, strategy="Threshold()", id="a", host=f"node{rank}", **header
     )
-    for time, offset in offsets:
-        writer.write("clock", time=time, offset=offset, error=2e-5)
+    for time, offset, *error in offsets:
+        writer.write("clock", time=time, offset=offset, error=(error or [2e-5])[0])
     writer.write(
         "steps",
         **{"step": [1, 3], "time": [late + 1.0, late + 1.5], "seconds": [0.8, 0.5], "density": [0.5, None]},
@@ -69,6 +69,32 @@ def test_ranks_are_on_one_clock_that_drifts(tmp_path):
     ends = [[end for name, _, end in drawn(slices, rank, STEPS) if name.startswith("step")] for rank in (0, 1)]
     assert ends == [[900, 1400, 2400], [905, 1407.5, 2410]]
     assert clock_error(run) == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("offsets", "begins"),
+    [
+        # Between two others, which say that the clock has lost 10 ms in 2 s: 5 ms late, and not 9.
+        ([(5.0, -5.0, 1e-6), (6.0, -4.991, 0.01), (7.0, -4.99, 1e-6)], 1005.0),
+        # The line is out of its bounds.
+        ([(5.0, -5.0, 1e-6), (6.0, -4.991, 0.001), (7.0, -4.99, 1e-6)], 1008.0),
+        # After the others: they lost 5 ms in 0.5 s.
+        ([(5.0, -5.0, 1e-6), (5.5, -4.995, 1e-6), (6.0, -4.981, 0.02)], 1010.0),
+        # After two that follow each other in a tenth of a second: a clock does not lose 1 ms in it.
+        ([(5.0, -5.0, 1e-3), (5.1, -4.999, 1e-3), (6.0, -4.981, 0.02)], 1000.5),
+        # One other.
+        ([(5.0, -5.0), (6.0, -4.991, 0.02)], 1000.0),
+    ],
+    ids=["between", "out of bounds", "after", "short", "one"],
+)
+def test_comparison_on_a_busy_host_follows_the_others(tmp_path, offsets, begins):
+    record(tmp_path, 0)
+    record(tmp_path, 1, late=5.0, offsets=offsets)
+    (run,) = read(tmp_path)
+    slices = check({"traceEvents": events(run)})
+    # The second computing of rank 1 begins with its second step, at 1 s of rank 0's fit, and rank 0's epoch at 0.1 s.
+    (begin,) = (b for n, b, _ in drawn(slices, 1, STEPS) if n == "steps 2 to 3")
+    assert begin == pytest.approx(begins - 100, abs=0.05)
 
 
 def test_record_without_offsets_has_the_time_of_day(tmp_path):
