@@ -5,6 +5,7 @@
 import gzip
 import json
 import re
+import socket
 
 import numpy as np
 import pytest
@@ -99,6 +100,29 @@ def test_negative_control_stock_horovod_does_not_average(module, different):
     done = run(2, ["-c", NEGATIVE.format(module=module)])
     assert done.code == 0, done
     assert len(set(digests(done.out))) == different, done
+
+
+MIRRORED = """
+import json, os, keras, numpy as np, tensorflow as tf
+from mpi4py import MPI
+task = {{"type": "worker", "index": MPI.COMM_WORLD.Get_rank()}}
+os.environ["TF_CONFIG"] = json.dumps({{"cluster": {{"worker": {workers}}}, "task": task}})
+with tf.distribute.MultiWorkerMirroredStrategy().scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones((8, 4), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
+"""
+
+
+def test_negative_control_tf_distribute_does_not_fit():
+    """TensorFlow's own way ends with an error."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        workers = [f"127.0.0.1:{s.getsockname()[1]}" for s in (one, other)]
+    done = run(2, ["-c", MIRRORED.format(workers=json.dumps(workers))])
+    assert done.code != 0
+    assert re.search(r"ValueError: Attempt to convert a value \(PerReplica", done.out), done
 
 
 def test_fashion_mnist_trains():
