@@ -42,7 +42,12 @@ TOGETHER = {
     },
     **{"add_local_variables_method": "wrap_optimizer", "unmute_set_model": "mute_set_model"},
     **{"set_numbers": "numbers_of"},
-    **{"show_own_steps": "show_steps", "set_batch_size": "batch_size_of_dataset", "traces_of": "functions_in"},
+    **{
+        "ungroup_scalars": "group_scalars",
+        "show_own_steps": "show_steps",
+        "set_batch_size": "batch_size_of_dataset",
+        "traces_of": "functions_in",
+    },
     **{"wrap_generator": "generator_states", "closure_of": "functions_in", "count_batches": "wrap_steps"},
     **{"override": "wrap_optimizer", "restore": "wrap_optimizer"},
 }
@@ -473,6 +478,23 @@ def check_show_steps():
     callbacks.show_own_steps(bar)
     bar.on_train_batch_end(0, {})
     assert shown == [(7, 9), (1, 9)]
+
+
+def check_group_scalars(tmp_path):
+    board = keras.callbacks.TensorBoard(tmp_path)
+    callbacks.group_scalars(board, "ours", lambda: {"mae": 7.0})
+    small().fit(X, Y, verbose=0, callbacks=[board])
+    assert {"ours/mae", "epoch_loss"} <= scalars(tmp_path)
+    assert "epoch_mae" not in scalars(tmp_path)
+    callbacks.ungroup_scalars(board)
+    small().fit(X, Y, verbose=0, callbacks=[board])
+    assert "epoch_mae" in scalars(tmp_path)
+
+
+def scalars(folder):
+    """Return the tags of the scalars that a `TensorBoard` has written."""
+    found = (tf.compat.v1.train.summary_iterator(str(path)) for path in folder.rglob("*.tfevents.*"))
+    return {value.tag for events in found for event in events for value in event.summary.value}
 
 
 def check_watch_fits():

@@ -285,6 +285,38 @@ def test_files_are_written_by_rank_0_only_and_are_plain_keras(tmp_path):
         models.assert_close(loaded, model, 0)
 
 
+@pytest.mark.sizes(2)
+def test_tensorboard_groups_the_figures_of_the_strategy(tmp_path):
+    board = keras.callbacks.TensorBoard(str(tmp_path), write_graph=False)
+    model = models.compiled(models.network(seed=0), "sgd")
+    models.fit(model, [hvd.Distribute(hvdx.Threshold()), board], validation_data=models.data(8))
+    found = (tf.compat.v1.train.summary_iterator(str(path)) for path in tmp_path.rglob("*.tfevents.*"))
+    tags = {value.tag for events in found for event in events for value in event.summary.value}
+    if hvdx.rank() == 0:
+        assert {"hvdx/density", "hvdx/tau", "hvdx/MB_sent", "hvdx/ms_encoding", "epoch_loss"} <= tags
+        assert not {"epoch_density", "epoch_tau", "epoch_MB_sent"} & tags
+    assert "_log_epoch_metrics" not in vars(board)
+
+
+@pytest.mark.sizes(1, 2)
+def test_callbacks_of_mlflow_and_wandb_run_on_rank_0():
+    class Logger(keras.callbacks.Callback):
+        """Stand-in for WandbMetricsLogger and MlflowCallback."""
+
+        __module__ = "wandb.integration.keras.callbacks.metrics_logger"
+        logs = ()
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.logs = (*self.logs, *logs)
+
+    class Own(Logger):
+        __module__ = __name__
+
+    loggers = [Logger(), Own()]
+    models.fit(models.compiled(models.network(seed=0), "sgd"), [*loggers, hvd.Distribute()], epochs=1)
+    assert ["loss" in logger.logs for logger in loggers] == [hvdx.rank() == 0] * 2
+
+
 def _optimizer_config(path):
     with zipfile.ZipFile(path) as archive:
         config = json.loads(archive.read("config.json"))["compile_config"]["optimizer"]

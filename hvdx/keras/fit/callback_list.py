@@ -8,7 +8,14 @@ import tensorflow as tf
 from hvdx.errors import ConfigError
 from hvdx.keras.fit import py_datasets
 from hvdx.keras.seams import iterators
-from hvdx.keras.seams.callbacks import mute_set_model, show_own_steps, show_steps, unmute_set_model
+from hvdx.keras.seams.callbacks import (
+    group_scalars,
+    mute_set_model,
+    show_own_steps,
+    show_steps,
+    ungroup_scalars,
+    unmute_set_model,
+)
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import count_batches, dataset_of, take_steps, wrap_steps
 from hvdx.keras.seams.optimizers import is_of_keras
@@ -29,6 +36,14 @@ RANK_0_ONLY = tuple(
     )
     if hasattr(keras.callbacks, name)  # older versions of Keras lack some
 )
+# So do all callbacks of these packages.
+_LOGGERS = {"mlflow", "wandb"}
+
+
+def writes(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback runs on rank 0 only."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(callback).__mro__}
+    return isinstance(callback, RANK_0_ONLY) or bool(packages & _LOGGERS)
 
 
 def arrange(
@@ -38,7 +53,7 @@ def arrange(
     replaced: type,
     rank: int,
 ) -> list[keras.callbacks.Callback]:
-    """Put `first` before and `last` after all other callbacks; on ranks above 0, remove callbacks of `RANK_0_ONLY`.
+    """Put `first` before and `last` after all other callbacks; on ranks above 0, remove callbacks that write.
 
     Args:
         callbacks: the `CallbackList`.
@@ -58,10 +73,10 @@ def arrange(
         raise ConfigError(f"callbacks: {type(first).__name__} is there twice. One is enough for all optimizers.")
     muted = []
     if rank != 0:
-        muted = [c for c in others if isinstance(c, RANK_0_ONLY)]
+        muted = [c for c in others if writes(c)]
         for callback in muted:
             mute_set_model(callback)
-        others = [c for c in others if not isinstance(c, RANK_0_ONLY)]
+        others = [c for c in others if not writes(c)]
         for callback in others:
             if isinstance(getattr(callback, "verbose", None), int) and is_of_keras(type(callback)):
                 callback.verbose = 0
@@ -193,6 +208,18 @@ def show_steps_of_this_rank(callbacks: keras.callbacks.CallbackList) -> None:
     """Make the progress bar show the steps of this rank again."""
     for bar in [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
         show_own_steps(bar)
+
+
+def show_costs(callbacks: Sequence[keras.callbacks.Callback], numbers: Callable[[], dict[str, float]]) -> None:
+    """Make TensorBoard show numbers of each epoch in the group "hvdx"."""
+    for board in [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]:
+        group_scalars(board, "hvdx", numbers)
+
+
+def show_no_costs(callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Undo `show_costs`."""
+    for board in [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]:
+        ungroup_scalars(board)
 
 
 def append_to_logs(callbacks: list[keras.callbacks.Callback]) -> None:

@@ -25,6 +25,10 @@ class Costs(Part):
         """Return the telemetry of the exchanges of this fit so far, on this rank."""
         return merged(self._counting.counters.telemetry or self._attachment.costs())
 
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers of `so_far`; none if the exchanges run in the graph."""
+        return self.so_far().full() if self._attachment.logs_cost else {}
+
     def table(self) -> str:
         """Return the table of the last fit."""
         return summary(repr(self._attachment.strategy), self._counting.counters)

@@ -50,7 +50,7 @@ class Distribute(Parts):
     - non-trainable weights, such as moving averages, are averaged at the end of each epoch (see `local`, `summed`);
     - an epoch ends when the rank with the fewest batches has no more, or under an asynchronous strategy when all ranks
       together have taken their steps;
-    - callbacks that write (checkpoints, TensorBoard, CSV, the progress bar) run on rank 0 only;
+    - callbacks that write (checkpoints, TensorBoard, CSV, MLflow, W&B, the progress bar) run on rank 0 only;
     - dropout, augmentation layers and samples are different on each rank, even if all ranks have the same seed;
     - rank 0 prints at the end what the exchanges cost, unless `verbose` is 0.
 
@@ -158,6 +158,7 @@ class Distribute(Parts):
         if found is not None:
             self._copies.serve(found.callbacks)
             self._list = found
+            callback_list.show_costs(found.callbacks, self._costs.numbers)
             self._muted = callback_list.arrange(found, self, self._sync, EpochLogs, self._comm.rank)
         if self._comm.size > 1:
             # Keras calls the hooks of `SyncCallback` if it is in the list.
@@ -262,3 +263,5 @@ class Distribute(Parts):
         """End a fit; the rank that has become rank 0 first does what is left of the last epoch."""
         self._take_over(*self._ended)
         super().on_train_end(logs)
+        if self._list is not None:
+            callback_list.show_no_costs([*self._list.callbacks, *self._muted])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdx.keras.seams.replacing import Method, override, restore
 from hvdx.keras.types import Logs
@@ -41,6 +42,29 @@ def show_steps(bar: keras.callbacks.ProgbarLogger, taken: Callable[[], int], ste
 def show_own_steps(bar: keras.callbacks.ProgbarLogger) -> None:
     """Undo `show_steps`."""
     restore(bar, ["on_train_batch_end"])
+
+
+def group_scalars(board: keras.callbacks.TensorBoard, group: str, numbers: Callable[[], dict[str, float]]) -> None:
+    """Make a `TensorBoard` write `numbers()` of each epoch with the tags GROUP/NAME, and not as epoch_NAME too.
+
+    Relies on: `TensorBoard._log_epoch_metrics(epoch, logs)` writes the logs of an epoch; `_train_writer`.
+    """
+
+    def log_epoch_metrics(
+        self: keras.callbacks.TensorBoard, original: Method, epoch: int, logs: dict[str, object] | None
+    ) -> None:
+        grouped = numbers()
+        original(epoch, {name: value for name, value in (logs or {}).items() if name not in grouped})
+        with self._train_writer.as_default():
+            for name, value in grouped.items():
+                tf.summary.scalar(f"{group}/{name}", value, step=epoch)
+
+    override(board, "_log_epoch_metrics", log_epoch_metrics)
+
+
+def ungroup_scalars(board: keras.callbacks.TensorBoard) -> None:
+    """Undo `group_scalars`."""
+    restore(board, ["_log_epoch_metrics"])
 
 
 def watch_fits(function: Callable[[keras.callbacks.CallbackList], None]) -> None:
