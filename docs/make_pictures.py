@@ -1,10 +1,11 @@
-"""Pictures of the documentation, drawn from the figures in docs/benchmarks and from formulas.
+"""Pictures of the documentation, drawn from the figures in docs/benchmarks, from formulas and from `hvdx advise`.
 
 Each picture has a narrow form, NAME-narrow, which the site shows on a phone (docs/hooks.py).
 
 python docs/make_pictures.py
 """
 
+import html
 import json
 import math
 import textwrap
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from hvdx.cli.advising.chart import CHART
 from hvdx.jobs.benchmarks import scaling
 
 DOCS = Path(__file__).resolve().parent
@@ -20,6 +22,10 @@ PICTURES = DOCS / "pictures"
 # Ends of the names of the two forms, with their widths in pixels.
 FORMS = {"": 720, "-narrow": 360}
 INK, GREY, PALE = "#1f2933", "#52606d", "#e4e7eb"
+ARROW = (
+    '<defs><marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" '
+    f'orient="auto"><path d="M0 0L8 4L0 8Z" fill="{GREY}"/></marker></defs>'
+)
 
 # Titles of the networks in scaling.json, and label and colour of each strategy.
 TITLES = {
@@ -77,6 +83,7 @@ def pictures() -> dict[str, str]:
         drawn[f"scaling{form}.svg"] = seconds_to_target(rows, min(width, 480))
         drawn[f"split-bytes{form}.svg"] = split_bytes(width)
         drawn[f"bytes-by-workers{form}.svg"] = bytes_by_workers(scale, width)
+        drawn[f"which-strategy{form}.svg"] = which_strategy(width)
     return drawn
 
 
@@ -208,6 +215,53 @@ def bytes_by_workers(scale: dict, width: int) -> str:
     )
 
 
+def which_strategy(width: int) -> str:
+    """Draw the chart of `hvdx advise` for choosing a strategy: questions below each other, and what a yes leads to.
+
+    Args:
+        width: of the picture, in pixels.
+
+    Returns:
+        The picture as SVG.
+    """
+    title = "Which strategy for me"
+    x = "x: seconds to transfer the gradients once, divided by the seconds of computing a step"
+    drawn, y = _heading(title, x, width)
+    beside = width > 500
+    # Left and right ends of the questions, and of the answers.
+    asked, answered = ((12, 380), (450, width - 12)) if beside else ((12, width - 12), (64, width - 12))
+    questions = [(f"{number}. {condition}?", choice) for number, (condition, choice) in enumerate(CHART[:-1], 1)]
+    for question, choice in questions:
+        box, end = _box(question, asked, y, GREY, "#ffffff")
+        if beside:
+            yes = [_arrow(f"M{asked[1]} {y + 18}H{answered[0]}"), _text(400, y + 12, "yes", colour=GREY)]
+        else:
+            yes = [_arrow(f"M90 {end}V{end + 26}"), _text(98, end + 18, "yes", colour=GREY)]
+        answer, after = _box(choice, answered, y if beside else end + 26, *_of_choice(choice))
+        y = max(end, after) + 26
+        no = [_arrow(f"M40 {end}V{y}"), _text(34, y - 8, "no", anchor="end", colour=GREY)]
+        drawn += [*box, *yes, *answer, *no]
+    last, y = _box(CHART[-1][1], asked, y, *_of_choice(CHART[-1][1]))
+    return _svg(title, width, y + 12, drawn + last)
+
+
+def _of_choice(choice: str) -> tuple[str, str]:
+    """Return the colours of the frame and of the inside of a choice."""
+    return (INK, PALE) if choice.startswith("none") else ("#c2410c", "#fff7ed")
+
+
+def _box(text: str, ends: tuple[int, int], y: int, frame: str, inside: str) -> tuple[list[str], int]:
+    """Return the lines of a text in a box, and where the box ends."""
+    lines, end = _wrapped(text, y + 24, ends[1] - ends[0], 14, x=ends[0] + 12, colour=INK)
+    height = end - y - 8
+    size = f'x="{ends[0]}" y="{y}" width="{ends[1] - ends[0]}" height="{height}"'
+    return [f'<rect {size} rx="6" fill="{inside}" stroke="{frame}"/>', *lines], y + height
+
+
+def _arrow(path: str) -> str:
+    return f'<path d="{path}" stroke="{GREY}" marker-end="url(#arrow)"/>'
+
+
 def _chart(title: str, subtitle: str, lines: list[Line], axes: tuple, width: int) -> str:
     """Draw lines over powers of 2, in bytes; `axes` has the title of the first axis, and the powers of both."""
     drawn, y = _heading(title, subtitle, width)
@@ -243,12 +297,14 @@ def _heading(title: str, subtitle: str, width: int) -> tuple[list[str], int]:
     return above + below, y - 10
 
 
-def _wrapped(text: str, y: int, width: int, size: int, bold: bool = False) -> tuple[list[str], int]:
+def _wrapped(
+    text: str, y: int, width: int, size: int, bold: bool = False, x: int = 12, colour: str = ""
+) -> tuple[list[str], int]:
     """Return the lines of a text that is too wide for one, and where the next line begins."""
     # A letter is about half as wide as it is high.
     lines = textwrap.wrap(text, int((width - 24) / (0.53 * size)))
-    colour = INK if bold else GREY
-    drawn = [_text(12, y + (size + 6) * i, line, size, bold, colour=colour) for i, line in enumerate(lines)]
+    colour = colour or (INK if bold else GREY)
+    drawn = [_text(x, y + (size + 6) * i, line, size, bold, colour=colour) for i, line in enumerate(lines)]
     return drawn, y + (size + 6) * len(lines)
 
 
@@ -256,7 +312,8 @@ def _text(
     x: int, y: int, text: str, size: int = 14, bold: bool = False, anchor: str = "start", colour: str = INK
 ) -> str:
     weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x}" y="{y}" font-size="{size}"{weight} text-anchor="{anchor}" fill="{colour}">{text}</text>'
+    look = f'font-size="{size}"{weight} text-anchor="{anchor}" fill="{colour}"'
+    return f'<text x="{x}" y="{y}" {look}>{html.escape(text, quote=False)}</text>'
 
 
 def _svg(title: str, width: int, height: int, drawn: list[str]) -> str:
@@ -265,6 +322,8 @@ def _svg(title: str, width: int, height: int, drawn: list[str]) -> str:
         f"<title>{title}</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
+    if any("#arrow" in line for line in drawn):
+        head.append(ARROW)
     return "\n".join([*head, *drawn, "</svg>"]) + "\n"
 
 
