@@ -66,6 +66,15 @@ def test_code_of_the_first_page_fits_a_window_of_1280_pixels():
     assert "white-space: pre-wrap" in (ROOT / "docs" / css).read_text()
 
 
+@pytest.mark.parametrize("page", ["guide.md", "tutorial.md", "scaling.md", "compare.md"])
+def test_pages_for_users_count_workers(page):
+    """A rank is the number of a worker, as in "rank 0"; blocks of code quote the code and its messages."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    one, many = "all|any|each|every|another|one|an?", "several|other|more|many|both|two|four|of|on|over|than|between"
+    counted = rf"\b(?:(?:{one}|{many}) ranks|(?:{one}) rank)\b"
+    assert re.findall(counted, re.sub(r"`[^`]*`|\]\(\S*\)", "", text).replace("\n", " "), re.IGNORECASE) == []
+
+
 def test_readme_is_one_screen_and_a_half():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 

@@ -848,7 +848,7 @@ def test_times_faster_on_the_first_page_are_in_their_file():
     """And those below the picture of docs/scaling.md, where some are of a strategy that is slower than one worker."""
     items = scaling(json.loads((DOCS / "benchmarks" / "scaling.json").read_text()))
     readme, page = (ROOT / "README.md").read_text(), (DOCS / "scaling.md").read_text()
-    (below,) = re.findall(r"^!\[.*\n\n((?:.+\n)+)", page, re.MULTILINE)
+    below = re.search(r"^!\[.*\n\n((?:.+\n)+)", page, re.MULTILINE)[1]
     found = set(re.findall(r"([\d.]+) (?:times as fast|and [\d.]+ times)", readme))
     assert found
     assert found <= {f"{row['faster']:.1f}" for row in items}

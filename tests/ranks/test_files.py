@@ -38,7 +38,7 @@ def folder(tmp_path):
 def test_files_are_divided_as_the_guide_says(folder, monkeypatch):
     page = (ROOT / "docs" / "guide.md").read_text()
     code = re.search(
-        r"^### Files that each rank reads alone\n.*?^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+        r"^### Files that each worker reads alone\n.*?^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL
     )[1]
     monkeypatch.chdir(folder)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
