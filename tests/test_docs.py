@@ -66,10 +66,10 @@ def test_code_of_the_first_page_fits_a_window_of_1280_pixels():
     assert "white-space: pre-wrap" in (ROOT / "docs" / css).read_text()
 
 
-@pytest.mark.parametrize("page", ["guide.md", "tutorial.md", "scaling.md", "compare.md"])
+@pytest.mark.parametrize("page", ["guide", "tutorial", "scaling", "compare", "averaging", "advise", "report"])
 def test_pages_for_users_count_workers(page):
     """A rank is the number of a worker, as in "rank 0"; blocks of code quote the code and its messages."""
-    text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     one, many = "all|any|each|every|another|one|an?", "several|other|more|many|both|two|four|of|on|over|than|between"
     counted = rf"\b(?:(?:{one}|{many}) ranks|(?:{one}) rank)\b"
     assert re.findall(counted, re.sub(r"`[^`]*`|\]\(\S*\)", "", text).replace("\n", " "), re.IGNORECASE) == []
