@@ -51,6 +51,7 @@ class Auto(Strategy):
     name = "auto"
     placement = "gradient"
     runs = "host"
+    survives = True  # as all do that it chooses among
     provisional = True
     persists_between_fits = False
 
@@ -69,22 +70,35 @@ class Auto(Strategy):
     def successor(self, exchanges: "Sequence[Exchange[Array]]", comm: Comm, updates: bool) -> Strategy:
         """Choose the successor on rank 0, which prints the reason. Collective."""
         trials = cast(Sequence[TrialExchange], exchanges)
-        # The largest time, because the time between two exchanges of one optimiser includes the other optimisers' work.
-        everyone = comm.all_gather_object(max(e.seconds for e in trials), "the choice of a strategy")
-        chosen = None
+
+        def choose() -> tuple[Strategy, str]:
+            # The largest time, because the time between two exchanges of one optimiser includes the other optimisers'
+            # work.
+            seconds = max(comm.all_gather_object(max(e.seconds for e in trials), "the choice of a strategy"))
+            mine = self._choose(trials, comm, seconds, updates) if comm.rank == 0 else None
+            found = comm.all_gather_object(mine, "the strategy")[0]
+            assert found is not None  # that of rank 0
+            return found
+
+        strategy, reason = comm.complete(choose)
         if comm.rank == 0:
-            tensors = tuple(spec.elements for e in trials for spec in e.specs)
-            facts: Any = {"engine": engine_for(len(set(comm.hosts))), "cores": own_cores(comm.local_size)}
-            # The link of all ranks was measured with the messages of all, also of those that share a host.
-            situation = Situation(comm.size, tensors, max(everyone), trials[0].network, **facts)
-            chosen, reason = self.decide(situation, kernel_threads(comm.local_size))
-            if isinstance(chosen, Threshold) and not updates:
-                chosen = Threshold(placement="gradient", overhead=chosen.overhead)
-                reason += f" This optimiser has no updates, so its gradients are compressed: {chosen}."
             _log.info(f"auto: {reason}")
-        strategy = comm.all_gather_object(chosen, "the strategy")[0]
-        assert strategy is not None  # that of rank 0
         return strategy
+
+    def _choose(
+        self, trials: "Sequence[TrialExchange]", comm: Comm, seconds: float, updates: bool
+    ) -> tuple[Strategy, str]:
+        """Return the successor and the reason, after steps that take these seconds to compute."""
+        tensors = tuple(spec.elements for e in trials for spec in e.specs)
+        engine = "mpi" if comm.survives else engine_for(len(set(comm.hosts)))
+        facts: Any = {"engine": engine, "cores": own_cores(comm.local_size)}
+        # The link of all ranks was measured with the messages of all, also of those that share a host.
+        situation = Situation(comm.size, tensors, seconds, trials[0].network, **facts)
+        chosen, reason = self.decide(situation, kernel_threads(comm.local_size))
+        if isinstance(chosen, Threshold) and not updates:
+            chosen = Threshold(placement="gradient", overhead=chosen.overhead)
+            reason += f" This optimiser has no updates, so its gradients are compressed: {chosen}."
+        return chosen, reason
 
     def decide(self, situation: Situation, threads: int | None = None) -> tuple[Strategy, str]:
         """Return the strategy that should be the fastest, and the reason. It times the codec, so call it on one rank.
@@ -143,8 +157,7 @@ class TrialExchange(HostExchange):
 
     def __init__(self, comm: Comm, specs: Sequence[TensorSpec]):
         super().__init__(specs, Telemetry())
-        self._channel = comm.channel("the gradients")
-        self._size = comm.size
+        self._comm, self._channel = comm, comm.channel("the gradients")
         self._flat = np.zeros(self._n, np.float32)
         self.network: Link = probe(self._channel)
         #: Seconds of computing in each measured step.
@@ -156,15 +169,18 @@ class TrialExchange(HostExchange):
         begin = time.perf_counter()
         if step_input.computing is not None:
             self.computed.append(step_input.computing)
-        np.concatenate([np.ravel(t) for t in step_input.tensors], out=self._flat)
-        self._channel.all_reduce(self._flat)
-        self._flat /= self._size
+        self._comm.complete(lambda: self._set_means(step_input.tensors))
         counts = self.telemetry
         counts.steps += 1
         counts.exchanging += time.perf_counter() - begin
-        sent = ring_bytes(self._flat.nbytes, self._size)
+        sent = ring_bytes(self._flat.nbytes, self._comm.size)
         counts.sent, counts.received = counts.sent + sent, counts.received + sent
         return views(self._flat, self.specs)
+
+    def _set_means(self, tensors: "Sequence[Array]") -> None:
+        np.concatenate([np.ravel(t) for t in tensors], out=self._flat)
+        self._channel.all_reduce(self._flat)
+        self._flat /= self._comm.size
 
     @property
     def ready(self) -> bool:

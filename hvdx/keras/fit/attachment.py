@@ -153,17 +153,28 @@ class Attachment(Part):
         """Replace a provisional strategy by its successor. Collective."""
         all_gather_at(self._comm, "the choice of a strategy")
         self._recording.before_switch()
-        optimizers = optimizers_of(self.model)
-        have_updates = not any(updates.assigns_weights(innermost(o)) for o in optimizers)
-        self.strategy = self.strategy.successor(exchanges, self._comm, have_updates)
-        for i, optimizer in enumerate(optimizers):
+        have_updates = not any(updates.assigns_weights(innermost(o)) for o in optimizers_of(self.model))
+        self._continue_with(self.strategy.successor(exchanges, self._comm, have_updates))
+        self._recording.switch(repr(self.strategy))
+
+    def follow(self, strategy: Strategy) -> None:
+        """Continue with the strategy of the ranks that this one joins: they may have replaced a provisional one.
+
+        Args:
+            strategy: their strategy.
+        """
+        if repr(strategy) != repr(self.strategy):
+            self._continue_with(strategy)
+
+    def _continue_with(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        for i, optimizer in enumerate(optimizers_of(self.model)):
             old = self.adapters[i]
             self._earlier_costs.append(old.cost())
             detach(optimizer)
             self.adapters[i] = self._attach(optimizer, f"fit.{i}")
             self.adapters[i].steps.assign(old.steps)
             self.adapters[i].restart_timer()
-        self._recording.switch(repr(self.strategy))
         self.model.make_train_function(force=True)
 
     def end_steps(self) -> None:

@@ -210,7 +210,8 @@ class Distribute(Parts):
             self._is_new = False
             # Keras has read it; the next fit has its own.
             set_initial_epoch(self.model, None)
-        elif self._comm.can_admit(saving.fits()):
+        # The exchanges of a provisional strategy measure steps of the same ranks.
+        elif not self.strategy.provisional and self._comm.can_admit(saving.fits()):
             for part in self._all_parts():
                 part.before_newcomers()
             self._comm.admit()

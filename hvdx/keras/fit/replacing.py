@@ -58,6 +58,9 @@ def give(
         HvdxError: on a rank that is new, if all others have died.
     """
     assert _give is not None
+    strategy = first(comm, lambda: attachment.strategy, epoch is None)
+    if epoch is None:
+        attachment.follow(strategy)
     _give(model, comm, attachment, epoch is None)
     kept = [c for c in callbacks if is_of_keras(type(c)) and not isinstance(c, (*RANK_0_ONLY, Part))]
     begun, states, numbers = first(
