@@ -1,7 +1,8 @@
 """`hvdx run --survive`: workers die in trainings, and the others end them with equal weights, also with spares."""
 
 # Tests: hvdx/comm/surviving.py, hvdx/comm/spares.py, hvdx/keras/fit/distribute.py, hvdx/keras/fit/replacing.py
-# Tests: hvdx/keras/checkpoint/writer.py, hvdx/keras/checkpoint/newcomers.py
+# Tests: hvdx/keras/checkpoint/writer.py, hvdx/keras/checkpoint/newcomers.py, hvdx/strategies/serving/exchange.py
+# Tests: hvdx/comm/mpi_mailbox.py, hvdx/strategies/serving/step_client.py
 
 import re
 import sys
@@ -132,3 +133,57 @@ def test_spares_take_the_places_of_dead_workers(tmp_path):
     # The spares have the history of the dead (and the epoch of a second fit), and share all samples.
     assert done.out.count("ENDED 6 64 64 [2, 3]") == 2, done
     assert {path.name for path in tmp_path.iterdir()} == {"epoch-0004", "epoch-0005"}
+
+
+# Three workers, of which the first two serve; the first also hands out the steps. One is killed in the first epoch, the
+# other in the second.
+SERVERS = """
+import hashlib, os, signal
+import numpy as np, keras
+import hvdx, hvdx.keras
+from hvdx.comm import start
+hvdx.init()
+keras.utils.set_random_seed(0)
+x, y = np.random.default_rng(7).normal(size=(240, 6)).astype("float32"), np.arange(240, dtype="float32") / 240
+model = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.01), "mse")
+train, comm = hvdx.shard((x, y), 4), start()
+me = comm.rank
+
+class Deaths(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch, self.steps = epoch, 0
+    def on_train_batch_begin(self, batch, logs=None):
+        if (me, self.epoch, batch) in ((0, 0, 3), (1, 1, 3)):
+            os.kill(os.getpid(), signal.SIGKILL)
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+    def on_epoch_end(self, epoch, logs=None):
+        weights = hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()
+        assert len(set(comm.all_gather_object(weights, "a test"))) == 1
+        print("EPOCH", epoch, me, list(comm.world_ranks), self.steps, logs["loss"], flush=True)
+
+model.fit(train, epochs=3, verbose=0, callbacks=[
+    hvdx.keras.Distribute("parameter_server:servers=colocated:2,staleness=scale+bound"), Deaths()])
+"""
+
+
+def test_servers_that_die_are_replaced():
+    program = [*warm.command(environment()), "-c", SERVERS]
+    done = run_command([sys.executable, "-m", "hvdx", "run", "-n", "3", "--all", "--survive", *program], LIMIT)
+    assert done.code == 0, str(done)
+    epochs = [re.findall(rf"EPOCH {epoch} (\d) \[(.*)\] (\d+) ([\d.]+)", done.out) for epoch in range(3)]
+    assert [sorted((int(me), left) for me, left, *_ in rows) for rows in epochs] == [
+        [(1, "1, 2"), (2, "1, 2")],
+        [(2, "2")],
+        [(2, "2")],
+    ], done
+    # The others take the steps of the dead: 60 in each epoch, of which those took three or four. Some of these are
+    # handed out again, by the next server.
+    steps = [sum(int(taken) for *_, taken, _ in rows) for rows in epochs]
+    assert 56 <= steps[0] <= 60, done
+    assert 56 <= steps[1] <= 60, done
+    assert steps[2] == 60, done
+    losses = [float(rows[0][3]) for rows in epochs]
+    assert losses[0] > losses[1] > losses[2], done
+    assert set(re.findall(r"the server at rank (\d) has died\. Its \d+% of the weights", done.out)) == {"0", "1"}, done

@@ -7,7 +7,7 @@ communicator that cannot reach a rank raises an error after its time limit.
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -296,9 +296,15 @@ class Mailbox(abc.ABC):
     """Mailbox for point-to-point messages: receives those to one box of this rank, and sends to any box of any rank.
 
     Messages from one rank to one box arrive in the order in which they were sent. One thread at a time may use it.
+    If ranks may die and the others go on, mailboxes name ranks by their numbers in `Comm.world_ranks`, which stay.
+
+    Attributes:
+        rank: number of this rank.
+        gone: numbers of ranks that have died. Messages to them are dropped, and those from them that had not arrived.
     """
 
     rank: int
+    gone: Set[int] = frozenset()
 
     @abc.abstractmethod
     def send(self, to: int, box: int, header: Sequence[int], body: np.ndarray | None = None) -> None:

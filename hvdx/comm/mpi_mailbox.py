@@ -4,8 +4,9 @@ A message is a header of fixed size and, if it has a body, the body in pieces. A
 bodies are received at the same time, so that a slow sender does not delay the others.
 """
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,50 @@ if TYPE_CHECKING:
 
 # MPI counts in a C int.
 _PIECE = 1 << 30
+# Seconds between two looks for ranks that have died.
+_LOOK_SECONDS = 0.01
+
+
+class Mortals:
+    """Ranks of a communicator, some of which may die while the others go on.
+
+    Args:
+        comm: `MPI.Comm`, which returns errors.
+        numbers: number of each of its ranks, which stays the same when others die.
+
+    Attributes:
+        gone: numbers of those that have died.
+    """
+
+    def __init__(self, comm: "MPI.Comm", numbers: Sequence[int]):
+        from mpi4py import MPI
+
+        self._mpi, self._comm, self._numbers = MPI, comm, list(numbers)
+        self.gone: Set[int] = frozenset()
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Look for ranks that have died, unless this was done a moment ago."""
+        now = time.monotonic()
+        if now > self._next_look:
+            self._next_look, failed = now + _LOOK_SECONDS, self._comm.Get_failed()
+            if failed.Get_size() > len(self.gone):
+                everyone, some = self._comm.Get_group(), list(range(failed.Get_size()))
+                places = self._mpi.Group.Translate_ranks(failed, some, everyone)
+                self.gone = frozenset(self._numbers[place] for place in places)
+
+    @property
+    def places(self) -> list[int]:
+        """Ranks in the communicator of those that live."""
+        return [place for place, number in enumerate(self._numbers) if number not in self.gone]
+
+    def place(self, number: int) -> int:
+        """Return the rank in the communicator of a number."""
+        return self._numbers.index(number)
+
+    def number(self, place: int) -> int:
+        """Return the number of a rank of the communicator."""
+        return self._numbers[place]
 
 
 class MpiMailbox(Mailbox):
@@ -26,14 +71,20 @@ class MpiMailbox(Mailbox):
         comm: `MPI.Comm` for mailboxes only, which all boxes share.
         box: number of the box.
         buffer_for: see `hvdx.comm.base.BufferFor`.
+        mortals: the ranks, if some may die while the others go on.
     """
 
-    def __init__(self, comm: "MPI.Comm", box: int, buffer_for: BufferFor | None):
+    def __init__(self, comm: "MPI.Comm", box: int, buffer_for: BufferFor | None, mortals: Mortals | None = None):
         from mpi4py import MPI
 
         self._mpi, self._comm, self._box, self._buffer_for = MPI, comm, box, buffer_for
-        self.rank = comm.Get_rank()
-        self._sends: list[tuple[MPI.Request, np.ndarray]] = []
+        self._mortals = mortals
+        self.rank = comm.Get_rank() if mortals is None else mortals.number(comm.Get_rank())
+        # Request, data and receiver of each send in flight.
+        self._sends: list[tuple[MPI.Request, np.ndarray, int]] = []
+        # What MPI may still use of messages from and to ranks that have died; senders of such a message.
+        self._kept: list[object] = []
+        self._lost: set[int] = set()
         # By sender: messages in the order of their headers, with the open requests for their bodies.
         self._arriving: dict[int, deque[tuple[Message, list[MPI.Request]]]] = {}
 
@@ -42,22 +93,64 @@ class MpiMailbox(Mailbox):
         words = np.zeros(HEADER_WORDS + 1, np.int64)
         words[: len(header)] = header
         words[-1] = -1 if body is None else body.size
-        self._sends.append((self._comm.Isend(words, to, 2 * box), words))
-        for piece in () if body is None else _pieces(body):
-            self._sends.append((self._comm.Isend([piece, self._mpi.BYTE], to, 2 * box + 1), piece))
+        if to in self.gone:
+            return
+        place = to if self._mortals is None else self._mortals.place(to)
+        try:
+            self._sends.append((self._comm.Isend(words, place, 2 * box), words, to))
+            for piece in () if body is None else _pieces(body):
+                self._sends.append((self._comm.Isend([piece, self._mpi.BYTE], place, 2 * box + 1), piece, to))
+        except self._mpi.Exception as error:
+            self._check(error)
 
     def pending_sends(self) -> int:
-        self._sends = [(request, data) for request, data in self._sends if not request.Test()]
+        self._sends = [send for send in self._sends if not self._is_over(*send)]
         return len(self._sends)
 
+    def _is_over(self, request: "MPI.Request", data: np.ndarray, to: int) -> bool:
+        """Return whether a send is complete, or has lost its receiver."""
+        try:
+            if request.Test():
+                return True
+            lost = to in self.gone  # MPI may leave such a request open for ever
+        except self._mpi.Exception as error:
+            self._check(error)
+            lost = True
+        if lost:
+            self._kept.append((request, data))
+        return lost
+
+    def _check(self, error: Exception) -> None:
+        """Raise an error again, unless it says that a rank has died, as ranks may; `gone` has its number soon."""
+        dead = (self._mpi.ERR_PROC_FAILED, self._mpi.ERR_PROC_FAILED_PENDING)
+        if self._mortals is None or not isinstance(error, self._mpi.Exception) or error.Get_error_class() not in dead:
+            raise error
+
+    @property
+    def gone(self) -> Set[int]:  # type: ignore[override]
+        return frozenset() if self._mortals is None else self._mortals.gone
+
     def fetch(self) -> Message | None:
+        if self._mortals is not None:
+            self._mortals.look()
+            for number in self.gone & self._arriving.keys():
+                self._kept.append(self._arriving.pop(number))
         if self._sends:
             self.pending_sends()
-        self._receive_headers()
+        for place in [self._mpi.ANY_SOURCE] if self._mortals is None else self._mortals.places:
+            try:
+                self._receive_headers(place)
+            except self._mpi.Exception as error:
+                self._check(error)
         for sender, waiting in self._arriving.items():
-            if waiting:
+            if waiting and sender not in self._lost:
                 message, missing = waiting[0]
-                missing[:] = [request for request in missing if not request.Test()]
+                try:
+                    missing[:] = [request for request in missing if not request.Test()]
+                except self._mpi.Exception as error:
+                    self._check(error)
+                    self._lost.add(sender)
+                    continue
                 if not missing:
                     waiting.popleft()
                     # Move this sender to the end, so that the others come first next time.
@@ -70,24 +163,25 @@ class MpiMailbox(Mailbox):
         """True while a message has arrived in part, or a send is in flight."""
         return bool(self._sends) or any(self._arriving.values())
 
-    def _receive_headers(self) -> None:
-        """Receive the headers that have arrived, and start to receive their bodies."""
+    def _receive_headers(self, source: int) -> None:
+        """Receive the headers that have arrived from a source, and start to receive their bodies."""
         while True:
             status = self._mpi.Status()
-            found = self._comm.Improbe(self._mpi.ANY_SOURCE, 2 * self._box, status)
+            found = self._comm.Improbe(source, 2 * self._box, status)
             if found is None:
                 return
             words = np.empty(HEADER_WORDS + 1, np.int64)
             found.Recv(words)
             *header, size = words.tolist()
-            sender = status.Get_source()
+            place = status.Get_source()
+            sender = place if self._mortals is None else self._mortals.number(place)
             message, missing = Message(sender, tuple(header), None), []
             if size >= 0:
                 body = self._buffer_for(sender, message.header, size) if self._buffer_for else None
                 body = np.empty(size, np.uint8) if body is None else body
                 message = Message(sender, message.header, body)
                 missing = [
-                    self._comm.Irecv([piece, self._mpi.BYTE], sender, 2 * self._box + 1) for piece in _pieces(body)
+                    self._comm.Irecv([piece, self._mpi.BYTE], place, 2 * self._box + 1) for piece in _pieces(body)
                 ]
             self._arriving.setdefault(sender, deque()).append((message, missing))
 

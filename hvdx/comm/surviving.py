@@ -24,6 +24,7 @@ from hvdx.comm import failure, launcher, spares, supervision
 from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received, of_comm
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi import MpiComm
+from hvdx.comm.mpi_mailbox import Mortals, MpiMailbox
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.errors import ConfigError, ExchangeError, LaunchError
 from hvdx.log import Log, set_rank
@@ -132,6 +133,8 @@ class SurvivingComm(Comm):
         self._kept: list[Exception] = []
         self._group: MPI.Comm | None = None
         self._spares: spares.Spares | None = None
+        # Of the mailboxes; None before the first.
+        self._mail: tuple[MPI.Comm, Mortals] | None = None
         everyone = MpiComm(launch, watched=False, alive=self._check_alive)
         self._now: MpiComm | spares.EchoComm = everyone
         self._group = everyone.group
@@ -315,7 +318,8 @@ class SurvivingComm(Comm):
         if self.rank:
             return
         if not ranks:
-            _log.warning(f"an exchange failed, and nobody died; it was repeated after {seconds:.2f} s.")
+            error = self._kept[-1] if self._kept else "another rank saw an error"
+            _log.warning(f"an exchange failed, and nobody died; it was repeated after {seconds:.2f} s ({error}).")
             return
         died = [f"rank {rank} on {self._hosts[rank]}" for rank in ranks]
         head = f"{' and '.join(died)} {'has' if len(died) == 1 else 'have'}"
@@ -473,11 +477,28 @@ class SurvivingComm(Comm):
         return self.complete(lambda: self._now.divide(part, key, what))
 
     def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
-        """Raise ConfigError: messages between single ranks do not survive a death."""
-        raise ConfigError.on_all_ranks(
-            f"{VARIABLE}=1: this strategy sends messages between single ranks, which do not survive the death of a "
-            "rank yet. Do: hvdx run --max-restarts N in place of --survive."
-        )
+        """Open a mailbox, which names ranks by their numbers in `world_ranks`; see `Mailbox.gone`.
+
+        Raises:
+            ConfigError: if there are spares.
+        """
+        if self._spares is not None:
+            raise ConfigError.on_all_ranks(
+                "--spares: expected a strategy without messages between single ranks, which a spare could not join. "
+                "Do: --max-restarts N in place of --spares."
+            )
+        if self._mail is None:
+            self._mail = self.complete(self._make_mail)
+        group, mortals = self._mail
+        return MpiMailbox(group, box, buffer_for, mortals)
+
+    def _make_mail(self) -> "tuple[MPI.Comm, Mortals]":
+        # Not `Dup`, in which Open MPI may crash if a rank dies meanwhile.
+        group = self._mpi_group.Shrink()
+        if group.Get_size() < len(self._members):
+            raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
+        group.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return group, Mortals(group, self._members)
 
     def close(self) -> None:
         self._now.close()

@@ -237,10 +237,11 @@ def _host_graph(comm: Comm) -> GraphComm:
 def _check_survival(servers: int, split: int | str) -> None:
     """Refuse what does not survive the death of a rank."""
     found = f"{servers} server ranks" if servers else f"split={split}" if split != 1 else ""
+    remedy = "servers='colocated', or " if servers else ""
     if found:
         raise ConfigError.on_all_ranks(
-            f"{surviving.VARIABLE}=1: expected a training that goes on without a rank that dies, got {found}. Do: hvdx "
-            "run --max-restarts N in place of --survive."
+            f"{surviving.VARIABLE}=1: expected a training that goes on without a rank that dies, got {found}. Do: "
+            f"{remedy}hvdx run --max-restarts N in place of --survive."
         )
 
 

@@ -117,6 +117,7 @@ class ParameterServer(Strategy):
             )
         self.staleness, self.staleness_exponent = staleness, float(exponent)
         self.aggregate, self.codec = aggregate, codec
+        self.survives = not self.dedicated
         self.max_staleness = _MAX_STALENESS if max_staleness is None and "bound" in staleness else max_staleness
         make_codec(codec)  # checks it
 
@@ -143,7 +144,8 @@ class ParameterServer(Strategy):
                 f"with this strategy first, or set HVDX_STRATEGY={self.spelling}; or let workers serve: "
                 "servers='colocated'."
             )
-        if comm.size > 1 and (self._colocated > comm.size or self.aggregate > comm.size):
+        # Of those that are left after deaths, all may serve, and all updates may be aggregated.
+        if comm.size > 1 and not comm.recoveries and max(self._colocated, self.aggregate) > comm.size:
             option = "servers" if self._colocated > comm.size else "aggregate"
             raise ConfigError.on_all_ranks(
                 f"ParameterServer: {option}: expected at most {comm.size}, the number of workers, got "

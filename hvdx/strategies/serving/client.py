@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,9 @@ _log = Log(__name__)
 
 #: Message to a server: rank of the server, header and body.
 Call = tuple[int, list[int], np.ndarray | None]
+#: Function of the ranks that have died, and of the answers so far, by session. It is called when more have died, and at
+#: first if any have; it returns the messages that replace those to the dead. It may raise an error.
+Replace = Callable[[Set[int], Mapping[int, Message]], Sequence[Call]]
 
 # Largest number of sends in flight, headers and bodies. If it were 1, each send would wait for the previous handshake.
 _WINDOW = 3
@@ -60,7 +63,7 @@ class ServerClient:
     """
 
     def __init__(self, comm: Comm):
-        self._comm = comm
+        self._comm, self._rank = comm, comm.world_ranks[comm.rank]
         self.exchanges: weakref.WeakValueDictionary[int, Receiver] = weakref.WeakValueDictionary()
         self._box = comm.mailbox(WORKER_BOX, self._buffer_for)
         self.round, self.series = 0, Series()
@@ -69,6 +72,8 @@ class ServerClient:
         self._ready: set[int] = set()
         # Sessions with an unanswered message.
         self._unanswered: set[int] = set()
+        # Depth of calls, since `Replace` may call, too; and messages to the outer call that came during the inner one.
+        self._depth, self._aside = 0, deque[Message]()
         self._handler: RequestHandler | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -85,8 +90,8 @@ class ServerClient:
     def open_server(self) -> None:
         """Start this worker's server in a thread, if it is not running."""
         if self._thread is None:
-            rank, threads = self._comm.rank, kernel_threads(self._comm.local_size)
-            self._handler = RequestHandler(self._comm.size, rank, threads)
+            threads = kernel_threads(self._comm.local_size)
+            self._handler = RequestHandler(max(self._comm.world_ranks) + 1, self._rank, threads)
             arguments = (self._comm.mailbox(SERVER_BOX), self._handler, self._stop)
             self._thread = threading.Thread(target=serve_in_thread, args=arguments, name="hvdx server", daemon=True)
             self._thread.start()
@@ -100,7 +105,12 @@ class ServerClient:
         self._servers.add(to)
         self._box.send(to, SERVER_BOX, header, body)
 
-    def call(self, messages: Sequence[Call], kind: MessageType) -> dict[int, Message]:
+    @property
+    def gone(self) -> Set[int]:
+        """Ranks that have died."""
+        return self._box.gone
+
+    def call(self, messages: Sequence[Call], kind: MessageType, replace: Replace | None = None) -> dict[int, Message]:
         """Send messages, each of a different session, and wait for all answers.
 
         A few messages leave at a time, so that the first answers arrive while other messages are in flight.
@@ -108,16 +118,18 @@ class ServerClient:
         Args:
             messages: server, header and body of each message; a body must not change until its message is answered.
             kind: type of the answers.
+            replace: see `Replace`; None if no rank dies alone.
 
         Returns:
-            The answers by session.
+            The answers by session; none of sessions at ranks that have died, unless they came before.
 
         Raises:
             ExchangeError: if nothing moved within the time limit; it names the workers that the servers wait for, if
                 known.
             WireError, HvdxError: if a server refused a message.
         """
-        return self._wait_for_answers(deque(messages), {header[1]: to for to, header, _ in messages}, kind, {})
+        servers = {header[1]: to for to, header, _ in messages}
+        return self._wait_for_answers(deque(messages), servers, kind, {}, replace)
 
     def pass_on_ready(self, session: int, workers: Iterable[int]) -> None:
         """Tell the other workers of a session that it is open."""
@@ -139,17 +151,29 @@ class ServerClient:
         self._ready.discard(session)
 
     def _wait_for_answers(
-        self, to_send: deque[Call], servers: dict[int, int], kind: MessageType, awaited: dict[int, list[int]]
+        self,
+        to_send: deque[Call],
+        servers: dict[int, int],
+        kind: MessageType,
+        awaited: dict[int, list[int]],
+        replace: Replace | None = None,
     ) -> dict[int, Message]:
         """Send messages and return their answers; register the wait for reports of a stall."""
         progress.enter("an exchange with the servers", for_all=False)
+        self._depth += 1
         try:
-            return self._receive_answers(to_send, servers, kind, awaited)
+            return self._receive_answers(to_send, servers, kind, awaited, replace)
         finally:
+            self._depth -= 1
             progress.leave()
 
     def _receive_answers(
-        self, to_send: deque[Call], servers: dict[int, int], kind: MessageType, awaited: dict[int, list[int]]
+        self,
+        to_send: deque[Call],
+        servers: dict[int, int],
+        kind: MessageType,
+        awaited: dict[int, list[int]],
+        replace: Replace | None,
     ) -> dict[int, Message]:
         """Send messages and return their answers by session.
 
@@ -158,14 +182,25 @@ class ServerClient:
             servers: rank that answers, by session.
             kind: type of the answers.
             awaited: workers that each server waits for, if known.
+            replace: see `call`.
         """
         answers: dict[int, Message] = {}
         idle, limit, polling, warned = _IdleTimer(self._box), time_limit(), Polling(), False
-        while len(answers) < len(servers):
+        gone: Set[int] = frozenset()
+        while servers.keys() - answers.keys():
+            if replace is not None and self._box.gone != gone:
+                gone = self._box.gone
+                calls = replace(gone, answers)
+                for session in [session for session, to in servers.items() if to in gone and session not in answers]:
+                    del servers[session]
+                    self._unanswered.discard(session)
+                servers |= {header[1]: to for to, header, _ in calls}
+                to_send = deque([*(call for call in to_send if call[0] not in gone), *calls])
+                continue
             while to_send and self._box.pending_sends() < _WINDOW:
                 self._unanswered.add(to_send[0][1][1])
                 self.send(*to_send.popleft())
-            message = self._box.fetch()
+            message = self._aside.popleft() if self._aside and self._depth == 1 else self._box.fetch()
             if message is None:
                 waited = idle.seconds(len(answers))
                 if waited > limit:
@@ -181,6 +216,8 @@ class ServerClient:
             if message.header[1] not in servers:
                 if message.header[0] == MessageType.READY:
                     self._ready.add(message.header[1])
+                elif self._depth > 1:
+                    self._aside.append(message)
                 continue  # an exception ended the session of any other message
             if message.header[0] == MessageType.ERROR:
                 assert message.body is not None
@@ -207,7 +244,8 @@ class ServerClient:
         if not self._closed:
             self._closed = True
             dedicated = range(self._comm.size, self._comm.size + self._comm.servers)
-            for server in self._servers | set(dedicated):
+            others = self._comm.world_ranks if self._comm.survives else ()  # any of these may have become a server
+            for server in self._servers | {*dedicated, *others}:
                 self._box.send(server, SERVER_BOX, [MessageType.DISCONNECT])
 
     def close(self) -> None:
@@ -230,7 +268,7 @@ class ServerClient:
             if waited > _QUIET_SECONDS and not reported and self._handler is not None:
                 reported = True
                 others = sorted(self._handler.present)
-                _log.info(f"rank {self._comm.rank} has ended, and serves until ranks {others} have ended.")
+                _log.info(f"rank {self._rank} has ended, and serves until ranks {others} have ended.")
             backoff.sleep()
         self._stop.set()
         if self._thread is not None:
@@ -241,7 +279,7 @@ class ServerClient:
         return exchange.buffer_for(header[1], MessageType(header[0]), size) if exchange is not None else None
 
     def _report_wait(self, waited: float, silent: Sequence[int], awaited: dict[int, list[int]]) -> str:
-        text = f"rank {self._comm.rank} has been waiting for {waited:.0f} s"
+        text = f"rank {self._rank} has been waiting for {waited:.0f} s"
         named = sorted({worker for workers in awaited.values() for worker in workers})
         if named:
             text += f"; the servers wait for worker{'s' * (len(named) > 1)} {', '.join(map(str, named))}"

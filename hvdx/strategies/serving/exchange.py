@@ -1,7 +1,7 @@
 """Exchange of a worker with the parameter servers: push the update of a step, and pull the current weights."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,20 +9,27 @@ import numpy as np
 
 from hvdx.comm import Comm, Message
 from hvdx.comm.launcher import kernel_threads
-from hvdx.errors import UpdateError
+from hvdx.errors import ConfigError, UpdateError
+from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput, find
-from hvdx.strategies.serving.client import Call, client_of
+from hvdx.strategies.serving.client import Call, Replace, client_of
 from hvdx.strategies.serving.messages import MessageType, SessionConfig, cut
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
 from hvdx.strategies.telemetry import ServerTelemetry
+
+_log = Log(__name__)
 
 #: Bytes of a header on the wire.
 HEADER_BYTES = 88
 # Smallest size in bytes of a shard, and largest number of shards of a server. Each shard is a session of its own: while
 # one shard is pushed, the answer for the previous shard arrives, so that a link is busy in both directions.
 _MIN_SHARD_BYTES, _MAX_SHARDS = 1 << 19, 4
+
+
+class _ServerDiedError(Exception):
+    """A server died while this worker opened a session there."""
 
 
 class Options(Protocol):
@@ -105,13 +112,14 @@ class ServerExchange(HostExchange):
         self._strategy, self._comm = strategy, comm
         # The client and the numbers of sessions are those of all workers, of which `comm` may be a part.
         self._everyone = comm if comm.parent is None else comm.parent
-        self._ranks = tuple(range(comm.size) if comm.parent_ranks is None else comm.parent_ranks)
-        self._rank = self._everyone.rank
         self._dtype = np.dtype(np.float64 if any(s.itemsize > 4 for s in specs) else np.float32)
         self._codec = make_codec(strategy.codec, kernel_threads(comm.local_size))
         if self._codec is not None:
             prepare_together(self._codec, comm, "ParameterServer")
-        self._shards = _make_shards(strategy.server_ranks(comm), self._n, self._dtype.itemsize)
+        world = self._everyone.world_ranks
+        # Server ranks have numbers after those of the workers.
+        servers = [world[rank] if rank < len(world) else rank for rank in strategy.server_ranks(comm)]
+        self._shards = _make_shards(servers, self._n, self._dtype.itemsize)
         for shard in self._shards:
             shard.state = self._codec.init([shard.elements]) if self._codec else None
         # The weights that were pulled last, and the change that this worker has made since.
@@ -120,7 +128,9 @@ class ServerExchange(HostExchange):
         # The update in float32, the dtype of codecs.
         self._single = self._update if self._dtype == np.float32 else np.zeros(self._n, np.float32)
         self._client = client_of(self._everyone)
-        if any(shard.server == self._rank for shard in self._shards):
+        self._rank = self._everyone.world_ranks[self._everyone.rank]
+        # Any worker may take the place of a server that dies.
+        if comm.survives or any(shard.server == self._rank for shard in self._shards):
             self._client.open_server()
         self._client.register_servers(shard.server for shard in self._shards)
         self._next_session = 0
@@ -139,6 +149,11 @@ class ServerExchange(HostExchange):
         """True if the servers hold weights for this exchange."""
         return self._shards[0].session >= 0
 
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        """Ranks of the workers of this exchange."""
+        return tuple(self._comm.world_ranks)
+
     def renew(self) -> None:
         self.close()
         self._next_session = self._client.series.agree(self._everyone, self._ranks)
@@ -153,30 +168,40 @@ class ServerExchange(HostExchange):
             ExchangeError: if worker 0 or a server did not answer within the time limit.
         """
         self.close()  # an exception may have left a session open
-        first = self._next_session
-        self._next_session += len(self._shards)
-        for session, shard in enumerate(self._shards, first):
-            shard.session, shard.version = session, 0
-            self._client.exchanges[session] = self
+        self._workers = self._comm.size
         for view, weight in zip(self._weight_views, weights, strict=True):
             view[...] = weight
+        if self._comm.survives:
+            self._begin_together()
+            return
+        first = self._number(self._shards)
         # No worker may push before all servers are ready.
         if self._comm.rank == 0:
-            self._open_sessions()
+            self._open_sessions(self._shards)
             self._client.pass_on_ready(first, self._ranks[1:])
         else:
             self._client.await_ready(first, self._ranks[0])
 
-    def _open_sessions(self) -> None:
+    def _number(self, shards: "Sequence[_Shard]") -> int:
+        """Give shards new sessions; return the number of the first."""
+        first = self._next_session
+        self._next_session += len(shards)
+        for session, shard in enumerate(shards, first):
+            self._client.exchanges.pop(shard.session, None)
+            shard.session, shard.version = session, 0
+            self._client.exchanges[session] = self
+        return first
+
+    def _open_sessions(self, shards: "Sequence[_Shard]", replace: Replace | None = None) -> None:
         messages = []
-        for shard in self._shards:
+        for shard in shards:
             group, ranks = self._everyone.size // self._comm.size, self._ranks
-            config = self._strategy.config(self._comm.size, shard.elements, self._dtype.name, group, ranks)
+            config = self._strategy.config(self._workers, shard.elements, self._dtype.name, group, ranks)
             body = np.frombuffer(config.to_json(), np.uint8)
             self._client.send(shard.server, [MessageType.OPEN, shard.session], body)
             messages.append((shard.server, [MessageType.LOAD, shard.session], shard.of(self._weights).view(np.uint8)))
             self._count_bytes(shard, sent=body.size + shard.elements * self._dtype.itemsize, received=0)
-        self._client.call(messages, MessageType.READY)
+        self._client.call(messages, MessageType.READY, replace)
 
     def close(self) -> None:
         """Close the session, so that the servers delete the weights."""
@@ -190,6 +215,8 @@ class ServerExchange(HostExchange):
 
     def buffer_for(self, session: int, kind: MessageType, size: int) -> np.ndarray | None:
         """Return the array for the body of a server's message: weights are received in place."""
+        if self._comm.survives:
+            return None  # the server may die before all of them have come
         for shard in self._shards:
             if shard.session == session and kind in (MessageType.WEIGHTS, MessageType.FINAL):
                 target = shard.of(self._weights).view(np.uint8)
@@ -214,7 +241,7 @@ class ServerExchange(HostExchange):
         """
         calls = self.push(step_input)
         begin = time.perf_counter()
-        answers = self._client.call(calls, MessageType.WEIGHTS)
+        answers = self._client.call(calls, MessageType.WEIGHTS, self._replacing(lambda moved: []))
         return self.pull(answers, time.perf_counter() - begin)
 
     def push(self, step_input: StepInput) -> list[Call]:
@@ -246,7 +273,10 @@ class ServerExchange(HostExchange):
         begin, counts = time.perf_counter(), self.telemetry
         held, all_accepted = 0.0, True
         for shard in self._shards:
-            _, _, shard.version, staleness, accepted, waited, *_ = answers[shard.session].header
+            if self._comm.survives and shard.session not in answers:
+                continue  # its server has died, and another one has its weights
+            self._receive(shard, answers[shard.session])
+            _, _, _, staleness, accepted, waited, *_ = answers[shard.session].header
             all_accepted = all_accepted and bool(accepted)
             held = max(held, waited / 1e6)
             if accepted:
@@ -258,6 +288,12 @@ class ServerExchange(HostExchange):
         counts.exchanging += max(seconds - held, 0.0)
         counts.decoding += time.perf_counter() - begin
         return result
+
+    def _receive(self, shard: "_Shard", answer: Message) -> None:
+        shard.version = answer.header[2]
+        if self._comm.survives:
+            assert answer.body is not None
+            shard.of(self._weights).view(np.uint8)[:] = answer.body
 
     def _encode(self) -> list[np.ndarray] | None:
         """Return the encoded update for each shard; None if the codec refuses the update."""
@@ -320,14 +356,22 @@ class ServerExchange(HostExchange):
         if not self.is_open:
             return None
         begin = time.perf_counter()
-        answers = self._client.call(self.finish(), MessageType.FINAL)
+        if self._comm.survives:
+            answers = self._flush_together()
+        else:
+            answers = self._client.call(self.finish(), MessageType.FINAL)
         return self.final(answers, time.perf_counter() - begin)
 
-    def finish(self) -> list[Call]:
-        """Return the messages that tell the servers that this worker has flushed."""
-        for shard in self._shards:
+    def finish(self, shards: "Sequence[_Shard] | None" = None) -> list[Call]:
+        """Return the messages that tell the servers that this worker has flushed.
+
+        Args:
+            shards: some of the shards; None for all.
+        """
+        shards = self._shards if shards is None else shards
+        for shard in shards:
             self._count_bytes(shard, 0)
-        return [(shard.server, [MessageType.FLUSH, shard.session], None) for shard in self._shards]
+        return [(shard.server, [MessageType.FLUSH, shard.session], None) for shard in shards]
 
     def final(self, answers: Mapping[int, Message], seconds: float) -> list[np.ndarray]:
         """Return the final weights, and close the session; see `flush`.
@@ -353,6 +397,103 @@ class ServerExchange(HostExchange):
             self.telemetry.received += received
         self.close()
         return [w.copy() for w in self._weight_views]
+
+    # -- servers that die ---------------------------------------------------------------------------------------------
+
+    def _begin_together(self) -> None:
+        """Open the sessions, while servers or workers may die. Collective."""
+        if any(other is not self for other in self._client.exchanges.values()):
+            raise ConfigError.on_all_ranks(
+                "HVDX_SURVIVE=1: parameter_server: expected one optimiser with one list of variables, got several. Do: "
+                "hvdx run --max-restarts N in place of --survive."
+            )
+        self._open_together(self._shards)
+
+    def _open_together(self, shards: "Sequence[_Shard]") -> None:
+        """Open sessions at servers that live, with the weights of the first worker. Collective."""
+
+        def stop(gone: Set[int], answers: Mapping[int, Message]) -> Sequence[Call]:
+            if any(shard.server in gone for shard in shards):
+                raise _ServerDiedError
+            return []
+
+        is_open = False
+        while not is_open:
+            world = list(self._comm.world_ranks)
+            living = [shard.server for shard in self._shards if shard.server in world] or world
+            for number, shard in enumerate(shards):
+                if shard.session >= 0 and self._comm.rank == 0:
+                    self._client.send(shard.server, [MessageType.CLOSE, shard.session])
+                if shard.server not in world:
+                    shard.server = living[number % len(living)]
+            self._number(shards)
+            mine = self._comm.rank == 0
+            if mine:
+                try:
+                    self._open_sessions(shards, stop)
+                except _ServerDiedError:
+                    mine = False
+            # No worker may push before all servers are ready. If the first worker has died, another one begins again.
+            opened = self._comm.all_gather_object(mine, "opening the servers")
+            needed = {world[0], *(shard.server for shard in shards)}
+            is_open = any(opened) and needed <= {*self._comm.world_ranks}
+
+    def _rescue(self) -> "list[_Shard]":
+        """Move the shards of servers that have died to others; return these shards. Collective.
+
+        They go on with the weights of the worker that pulled the newest version.
+        """
+        moved = set[int]()
+        while True:
+            versions = self._comm.all_gather_object([shard.version for shard in self._shards], "the servers that live")
+            world = list(self._comm.world_ranks)
+            lost = [i for i, shard in enumerate(self._shards) if shard.server not in world]
+            if not lost:
+                return [self._shards[i] for i in sorted(moved)]
+            for i in lost:
+                shard, newest = self._shards[i], max(theirs[i] for theirs in versions)
+                source = world[[theirs[i] for theirs in versions].index(newest)]
+                now = self._comm.world_ranks
+                part = shard.of(self._weights)
+                (values,) = self._comm.broadcast([part], now.index(source) if source in now else 0, "a shard")
+                part[:] = np.asarray(values)
+                if self._comm.rank == 0:
+                    _log.warning(
+                        f"the server at rank {shard.server} has died. Its {shard.elements / self._n:.0%} of the "
+                        f"weights go on as rank {source} pulled them after {newest} updates; later ones are lost."
+                    )
+            moved.update(lost)
+            self._open_together([self._shards[i] for i in lost])
+
+    def _replacing(self, again: "Callable[[list[_Shard]], list[Call]]") -> Replace | None:
+        """Return the function that moves the shards of servers that die while this worker waits for answers.
+
+        Args:
+            again: function from these shards to messages for their new servers.
+        """
+
+        def replace(gone: Set[int], answers: Mapping[int, Message]) -> list[Call]:
+            if not any(shard.server in gone for shard in self._shards):
+                return []
+            self._receive_all(answers)
+            return again(self._rescue())
+
+        return replace if self._comm.survives else None
+
+    def _receive_all(self, answers: Mapping[int, Message]) -> None:
+        for shard in self._shards:
+            if shard.session in answers:
+                self._receive(shard, answers[shard.session])
+
+    def _flush_together(self) -> dict[int, Message]:
+        """Return the answers of all servers to a flush, while servers may die. Collective."""
+        answers, calls = dict[int, Message](), self.finish()
+        while calls:
+            answers |= self._client.call(calls, MessageType.FINAL, self._replacing(self.finish))
+            self._receive_all(answers)
+            # A server may have died after it answered some of the workers.
+            calls = self.finish(self._rescue())
+        return answers
 
     # -- state --------------------------------------------------------------------------------------------------------
 

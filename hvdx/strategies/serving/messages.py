@@ -28,8 +28,8 @@ class MessageType(IntEnum):
             body if `finite` is 0, because the update held NaN. Answer: WEIGHTS, when the worker may continue.
         FLUSH: this worker pushes nothing until the answer. Answer: FINAL, when all workers have flushed.
         CLOSE: end the session. From the first worker. No answer.
-        STEP: [round, steps, stop] request for another step of a round that has this number of steps; or, with `stop`,
-            for the end of the round. Answer: GRANT.
+        STEP: [round, steps, stop, known] request for another step of a round that has this number of steps; or, with
+            `stop`, for the end of the round. `known` steps were handed out when this worker asked last. Answer: GRANT.
         DISCONNECT: this worker sends no more messages. No answer.
 
     To a worker:

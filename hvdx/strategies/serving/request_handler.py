@@ -89,11 +89,11 @@ class RequestHandler:
         """
         kind, number, *_ = message.header
         if kind == MessageType.STEP:
-            round_, steps, stop = message.header[2:5]
-            granted, handed_out, stopped = self._dispenser.ask(round_, steps, bool(stop))
+            round_, steps, stop, known = message.header[2:6]
+            granted, handed_out, stopped = self._dispenser.ask(round_, steps, bool(stop), known)
             return [(message.sender, [MessageType.GRANT, number, int(granted), handed_out, int(stopped)], None)]
         if kind == MessageType.DISCONNECT:
-            return self._disconnect(message.sender)
+            return self.leave(message.sender)
         try:
             return self._in_session(MessageType(kind), number, message)
         except (HvdxError, ValueError) as error:
@@ -129,7 +129,12 @@ class RequestHandler:
         session = self._sessions.get(number)
         return (session.sent, session.received) if session else self._traffic.pop(number, (0, 0))
 
-    def _disconnect(self, worker: int) -> list[Answer]:
+    def leave(self, worker: int) -> list[Answer]:
+        """Return the messages to others after a worker has disconnected, or died: nobody waits for it any more.
+
+        Args:
+            worker: rank of the worker.
+        """
         self.present.discard(worker)
         messages: list[Answer] = []
         for number, session in self._sessions.items():

@@ -15,7 +15,7 @@ _WAIT_NOTICE_EVERY = 1.0
 
 
 def serve(mailbox: Mailbox, handler: RequestHandler, stop: threading.Event | None = None) -> None:
-    """Answer messages until all workers have disconnected.
+    """Answer messages until all workers have disconnected, or died.
 
     Args:
         mailbox: mailbox of the server.
@@ -33,6 +33,8 @@ def serve(mailbox: Mailbox, handler: RequestHandler, stop: threading.Event | Non
         else:
             polling.found()
             messages = handler.handle(message)
+        for worker in sorted(handler.present & mailbox.gone):
+            messages = [*messages, *handler.leave(worker)]
         if time.monotonic() > next_notices:
             messages = [*messages, *handler.wait_notices()]
             next_notices = time.monotonic() + _WAIT_NOTICE_EVERY

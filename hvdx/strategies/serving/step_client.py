@@ -1,7 +1,9 @@
 """Worker's side of the step dispenser: the next step of an epoch goes to the worker that requests it first."""
 
-from hvdx.comm import Comm
-from hvdx.strategies.serving.client import client_of
+from collections.abc import Mapping, Set
+
+from hvdx.comm import Comm, Message
+from hvdx.strategies.serving.client import Call, client_of
 from hvdx.strategies.serving.messages import MessageType
 
 
@@ -25,22 +27,26 @@ class StepClient:
     """
 
     def __init__(self, comm: Comm, server: int, steps: int, begun: int = 0):
-        self._group = None if comm.mesh is None else comm.mesh.group
+        self._comm, self._group = comm, None if comm.mesh is None else comm.mesh.group
         self._together = 1 if self._group is None else self._group.size
         # From here on a group counts as one worker.
         self._workers, self._steps = comm.size // self._together, steps // self._together
         self.steps, self.taken, self.over, self.stopped = self._steps * self._together, 0, False, False
         self._before, self._begun = 0, begun // self._together
-        self._client, self._server = client_of(comm), server
+        self._client, self._server = client_of(comm), comm.world_ranks[server] if server < comm.size else server
         self._client.register_servers([self._server])
         self._client.agree_on_round()
-        if comm.rank == self._server:
+        # Any worker may take the place of a server that dies.
+        if comm.survives or comm.rank == self._server:
             self._client.open_server()
+        self._handed_out = 0
 
     def begin(self) -> None:
         """Begin an epoch, on all workers."""
         self._client.begin_round()
-        self._before, self._begun = self._begun, 0
+        # That of all ranks since their last exchange.
+        self._workers = self._comm.size // self._together
+        self._before, self._begun, self._handed_out = self._begun, 0, 0
         self.taken, self.over, self.stopped = self._before * self._together, False, False
 
     def request_step(self, stop: bool = False) -> bool:
@@ -69,7 +75,16 @@ class StepClient:
         session = -1
         # The first step of each worker needs no request. If fewer steps than workers remain, none is left to request.
         left = max(self._steps - self._before - self._workers, 0)
-        header = [MessageType.STEP, session, self._client.round, left, int(stop)]
-        answer = self._client.call([(self._server, header, None)], MessageType.GRANT)[session]
-        granted, handed_out, stopped = answer.header[2:5]
-        return bool(granted), handed_out, bool(stopped)
+        header = [MessageType.STEP, session, self._client.round, left, int(stop), self._handed_out]
+
+        def ask_next(gone: Set[int], answers: Mapping[int, Message]) -> list[Call]:
+            """Ask the next worker if the server has died."""
+            if self._server not in gone:
+                return []
+            self._server = next(rank for rank in self._comm.world_ranks if rank not in gone)
+            return [(self._server, header, None)]
+
+        replace = ask_next if self._comm.survives else None
+        answer = self._client.call([(self._server, header, None)], MessageType.GRANT, replace)[session]
+        granted, self._handed_out, stopped = answer.header[2:5]
+        return bool(granted), self._handed_out, bool(stopped)

@@ -25,6 +25,7 @@ from hvdx.strategies.base import (
     agree_on_strategy,
     agree_on_tensors,
     one_of,
+    refuse_unless_it_survives,
 )
 from hvdx.strategies.host import HostExchange
 from hvdx.strategies.serving.step_client import StepClient
@@ -234,6 +235,7 @@ class Threshold(Strategy):
         return chosen, ""
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> HostExchange:
+        refuse_unless_it_survives(self, comm)
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
         device, why = self._choose_device(specs)

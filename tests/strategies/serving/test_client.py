@@ -15,14 +15,16 @@ from hvdx.comm.local import virtual_world
 from hvdx.errors import ExchangeError
 from hvdx.strategies.serving import client
 from hvdx.strategies.serving.client import ServerClient
-from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, MessageType
+from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, MessageType, SessionConfig
 from hvdx.strategies.serving.request_handler import RequestHandler
 from hvdx.strategies.serving.server import serve
-from tests.strategies.serving.messages import message
+from tests.strategies.serving.messages import message, opening
 
 
 class Box:
     """Mailbox that delivers the messages of a test, and reports what the test sets."""
+
+    gone = frozenset()
 
     def __init__(self, receiving=(), pending=()):
         self.messages, self.sent, self.is_receiving, self.is_pending = deque(), [], list(receiving), list(pending)
@@ -113,6 +115,44 @@ def test_slow_sends_restart_the_time_limit(clock):
 def test_a_silent_server_is_an_error_after_the_time_limit(clock):
     with pytest.raises(ExchangeError, match=r"waiting for 6 s; no answer from the server at rank 2\b"):
         client_with(Box()).call(push(0), MessageType.WEIGHTS)
+
+
+def test_messages_to_a_server_that_dies_are_replaced(clock):
+    """Rank 2 dies before it answers session 1. Its answer to session 0 has come, and that of rank 0 comes later."""
+    box, seen = Box(), []
+    box.messages.append(answer(0))
+
+    def replace(gone, answers):
+        seen.append((set(gone), sorted(answers)))
+        box.messages += [answer(7), answer(5)]
+        return [(0, [MessageType.PUSH, 7], None)]
+
+    class Dying(deque):
+        def popleft(self):
+            box.gone = frozenset({2})
+            return super().popleft()
+
+    box.messages = Dying(box.messages)
+    calls = [*push(0, 1), (1, [MessageType.PUSH, 5], None)]
+    answers = client_with(box, workers=3).call(calls, MessageType.WEIGHTS, replace)
+    assert sorted(answers) == [0, 5, 7]
+    assert seen == [({2}, [0])]
+    assert [header[1] for _, header in box.sent] == [0, 1, 5, 7]
+
+
+def test_an_answer_during_an_inner_call_reaches_the_outer_one(clock):
+    """Rank 2 dies. While this rank opens session 7 elsewhere, the answer to session 5 arrives."""
+    box = Box()
+    made = client_with(box, workers=3)
+
+    def replace(gone, answers):
+        box.messages += [answer(5), message(0, [MessageType.READY, 7])]
+        assert list(made.call([(0, [MessageType.LOAD, 7], None)], MessageType.READY)) == [7]
+        return []
+
+    box.gone = frozenset({2})
+    calls = [*push(0), (1, [MessageType.PUSH, 5], None)]
+    assert list(made.call(calls, MessageType.WEIGHTS, replace)) == [5]
 
 
 def test_the_watchdog_sees_a_wait(clock):
@@ -230,6 +270,23 @@ def test_a_server_has_no_time_limit_while_workers_are_connected(monkeypatch):
     serving.start()
     serving.join(0.5)
     assert serving.is_alive()
+    box.messages.append(message(0, [MessageType.DISCONNECT]))
+    serving.join(5.0)
+    assert not serving.is_alive()
+
+
+def test_a_server_waits_for_no_worker_that_has_died():
+    """One of two workers has flushed when the other dies."""
+    box, config = Box(), SessionConfig(2, 1, max_staleness=0)
+    box.messages += [message(0, *parts) for parts in opening(1, config, np.zeros(1, np.float32))]
+    box.messages.append(message(0, [MessageType.FLUSH, 1]))
+    serving = threading.Thread(target=serve, args=(box, RequestHandler(2, threads=1)), daemon=True)
+    serving.start()
+    serving.join(0.3)
+    assert [header[0] for _, header in box.sent] == [MessageType.READY]
+    box.gone = frozenset({1})
+    serving.join(0.3)
+    assert [(to, header[0]) for to, header in box.sent[1:]] == [(0, MessageType.FINAL)]
     box.messages.append(message(0, [MessageType.DISCONNECT]))
     serving.join(5.0)
     assert not serving.is_alive()

@@ -16,6 +16,15 @@ def test_each_step_is_handed_out_once():
     ]
 
 
+def test_a_dispenser_goes_on_where_another_one_stopped():
+    dispenser = StepDispenser()
+    assert [dispenser.ask(1, 5, known=known)[:2] for known in (3, 0, 4)] == [(True, 4), (True, 5), (False, 5)]
+    # What was handed out in an older round does not count.
+    assert dispenser.ask(2, 5) == (True, 1, False)
+    assert dispenser.ask(1, 5, known=4)[0] is False
+    assert dispenser.ask(2, 5) == (True, 2, False)
+
+
 def test_a_round_without_steps_grants_none():
     assert StepDispenser().ask(1, 0) == (False, 0, False)
 
