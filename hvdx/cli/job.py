@@ -160,6 +160,18 @@ def _add_start(parser: argparse.ArgumentParser, system: str) -> None:
     if system == "slurm":
         add("--mpi-plugin", metavar="NAME", help=f"plugin for srun --mpi=NAME (default: {DEFAULTS['mpi_plugin']})")
     add("--mpi", metavar="VENDOR", help=f"MPI that mpirun belongs to: {', '.join(VENDORS)} (default: the first)")
+    if system in BATCH:
+        add(
+            "--checkpoint",
+            metavar="DIR",
+            help="save the training there, and after a failure first start it again inside of the job (hvdx run)",
+        )
+        add(
+            "--survive",
+            action="store_true",
+            default=None,
+            help="when a worker dies, the others go on at once; with --checkpoint, Open MPI 5",
+        )
 
 
 def _add_output(parser: argparse.ArgumentParser, system: str) -> None:
@@ -200,6 +212,9 @@ def _words(args: argparse.Namespace) -> list[str]:
     for key, value in vars(args).items():
         if key not in _NOT_REPEATED and value is not None:
             option = _SPELLED.get(key, f"--{key.replace('_', '-')}")
+            if value is True:
+                words.append(option)
+                continue
             for item in value if isinstance(value, list) else [value]:
                 # The form --option=value allows a value that begins with a dash.
                 words += [f"{option}={shlex.quote(str(item))}"] if option.startswith("--") else [option, str(item)]

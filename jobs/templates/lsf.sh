@@ -40,6 +40,7 @@ jsrun --nrs=@{jsrun_tasks} --tasks_per_rs=1 \
     --cpu_per_rs=@{jsrun_cores} --bind=none \
     --gpu_per_rs=@{jsrun_gpus} \
 mpirun -n @{mpirun_tasks} @{hostfile_option} "$LSB_DJOB_HOSTFILE" \
+hvdx run @{supervised} \
     @{mpi_options} \
     @{command} &
 launcher=$!

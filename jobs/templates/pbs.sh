@@ -34,7 +34,8 @@ export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" # Python orders sets of strings in 
 # `timeout` is the timer: it sends USR1 before the time limit, passes on USR1 from this shell, returns mpirun's code.
 timer=$((walltime - save_before - SECONDS)) # SECONDS: run time of this shell so far
 timeout --foreground --preserve-status --signal=USR1 "$((timer > 0 ? timer : 1))" \
-    mpirun -n @{tasks} @{hostfile_option} "$PBS_NODEFILE" \
+    mpirun -n @{mpirun_tasks} @{hostfile_option} "$PBS_NODEFILE" \
+    hvdx run @{supervised} \
     @{mpi_options} \
     @{command} &
 launcher=$!

@@ -41,6 +41,7 @@ export PYTHONHASHSEED="${PYTHONHASHSEED:-0}" # Python orders sets of strings in 
 # `srun --mpi=list` lists the alternatives to @{mpi_plugin}. Since Slurm 22.05, srun needs --cpus-per-task again.
 srun --mpi=@{mpi_plugin} --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
 mpirun -n @{mpirun_tasks} \
+hvdx run @{supervised} \
     @{mpi_options} \
     @{command} &
 launcher=$!

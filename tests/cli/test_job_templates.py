@@ -18,7 +18,7 @@ from hvdx.cli.common.processes import kill_group, start_group
 from hvdx.cli.main import main
 
 STAND_INS = Path(__file__).parent / "stand_ins"
-LAUNCHERS = ("srun", "mpirun", "jsrun", "horovodrun")
+LAUNCHERS = ("srun", "mpirun", "jsrun", "horovodrun", "hvdx")
 BATCH = ("sbatch", "scontrol", "qsub", "bsub")
 ASKS = ("pbs_tmrsh", "blaunch")
 LIMIT = 40  # seconds for one script
@@ -38,11 +38,13 @@ ALL = ["--strategy", "threshold:target_density=0.01", "--threads", "3", "--env-s
 ALL += ["--env-setup", "export X=1"]
 QUEUED = ["--account", "me", "--name", "a-name", "--output", "logs/%j.out", "--signal", "60", "--max-restarts", "0"]
 QUEUED += ["--cpus-per-task", "6", "--gpus-per-node", "2", "--directive=--exclusive", "--directive=-B"]
+SURVIVING = ["--checkpoint", "check points", "--survive"]
 OPTIONS = {
     "slurm": [[], ALL + QUEUED + ["--partition", "p", "--mpi-plugin", "pmi2"], ["--array", "0-3,7%2"]]
-    + [["--launcher", "mpirun", *more] for more in ([], ["--mpi", "mpich"], ["--mpi", "intel", *ALL], ALL + QUEUED)],
-    "pbs": [[], ALL + QUEUED + ["--queue", "q"], ["--mpi", "mpich", *ALL], ["--mpi", "intel"]],
-    "lsf": [[], ALL + QUEUED + ["--queue", "q"], ["--array", "1-4%2"], ["--mpi", "intel", *ALL]]
+    + [["--launcher", "mpirun", *more] for more in ([], ["--mpi", "mpich"], ["--mpi", "intel", *ALL], ALL + QUEUED)]
+    + [SURVIVING + ALL + QUEUED],
+    "pbs": [[], ALL + QUEUED + ["--queue", "q"], ["--mpi", "mpich", *ALL], ["--mpi", "intel"], SURVIVING],
+    "lsf": [[], ALL + QUEUED + ["--queue", "q"], ["--array", "1-4%2"], ["--mpi", "intel", *ALL], SURVIVING]
     + [["--launcher", "jsrun", *more] for more in ([], ["--array", "1-4"], ALL + QUEUED)],
     "mpirun": [[], ALL, ["--mpi", "mpich", *ALL], ["-n", "3"]],
     "horovodrun": [[], ALL, ["--mpi", "mpich", *ALL], ["-n", "3"]],
@@ -274,6 +276,9 @@ def test_cores_come_from_the_option_or_the_threads_or_the_site(options, cores, o
     [
         ("slurm", [], "srun"),
         ("slurm", ["--launcher", "mpirun"], "mpirun"),
+        ("slurm", SURVIVING, "hvdx"),
+        ("pbs", SURVIVING, "hvdx"),
+        ("lsf", SURVIVING, "hvdx"),
         ("pbs", [], "mpirun"),
         ("pbs", ["--mpi", "mpich"], "mpirun"),
         ("lsf", [], "mpirun"),
@@ -315,6 +320,9 @@ def test_everything_reaches_the_ranks(system, options, launcher, script, place):
         assert launch["options"].get("--map-by", []) == ["ppr:2:node"] * (system in ("pbs", "lsf"))
     else:
         assert not passed
+    if launcher == "hvdx":
+        options = {"--hosts": ["one:2,two:2"], "--checkpoint": ["check points"], "--max-restarts": ["5"]}
+        assert launch["options"] == options | {"--survive": [""]}
     if launcher in ("mpirun", "horovodrun") and system != "slurm":
         assert len(launch["hosts"]) == 1
         assert launch["hosts"][0].startswith("one")

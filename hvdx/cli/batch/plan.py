@@ -49,8 +49,9 @@ class Plan:
         seconds: time limit; 0 for none.
         signal: seconds before the time limit at which training gets the signal to save.
         max_restarts: number of times that the job may go back into the queue.
-        account, queue, output, array, strategy, hosts: options of the same names (`queue` is Slurm's partition), or
-            None.
+        account, queue, output, array, strategy, hosts, checkpoint: options of the same names (`queue` is Slurm's
+            partition), or None.
+        survive: whether the workers go on without one that dies.
         env_setup, directives: lines for the shell and for the batch system.
     """
 
@@ -76,6 +77,8 @@ class Plan:
     array: str | None
     strategy: str | None
     hosts: str | None
+    checkpoint: str | None
+    survive: bool
     env_setup: tuple[str, ...]
     directives: tuple[str, ...]
 
@@ -106,14 +109,20 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
         cores = options.get("threads") or cores or threads
     seconds = parse_time(settings.get("time") or "") if batch else 0
     hosts = None if batch else settings.get("hosts")
+    checkpoint, survive = settings.get("checkpoint"), bool(settings.get("survive"))
+    # With --checkpoint it is that of `hvdx run`, unless the command line names one.
+    default = "mpirun" if checkpoint else settings.get("launcher", LAUNCHERS[system][0])
+    launcher = _one_of("--launcher", options.get("launcher", default), LAUNCHERS[system])
+    mpi = _one_of("--mpi", settings["mpi"], VENDORS)
+    _check_survival(checkpoint, survive, launcher, mpi)
     return Plan(
         system=system,
         name=check_name(settings.get("name"), command),
         command=tuple(command),
         # It becomes a comment of the script, so it must be one line.
         made_by=" ".join(" ".join(words).split()),
-        launcher=_one_of("--launcher", settings.get("launcher", LAUNCHERS[system][0]), LAUNCHERS[system]),
-        mpi=_one_of("--mpi", settings["mpi"], VENDORS),
+        launcher=launcher,
+        mpi=mpi,
         mpi_plugin=plain_word("--mpi-plugin", settings["mpi_plugin"]),
         nodes=nodes,
         tasks_per_node=each,
@@ -130,9 +139,25 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
         array=_array(settings.get("array"), system),
         strategy=check_strategy(settings.get("strategy")),
         hosts=hosts,
+        checkpoint=checkpoint,
+        survive=survive,
         env_setup=tuple(plain_line("--env-setup", line) for line in settings.get("env_setup", ())),
         directives=tuple(plain_line("--directive", line) for line in settings.get("directives", ())),
     )
+
+
+def _check_survival(checkpoint: str | None, survive: bool, launcher: str, mpi: str) -> None:
+    """Check that a job which goes on after failures can do so."""
+    if checkpoint and launcher != "mpirun":
+        raise ConfigError(
+            f"job: --checkpoint: expected mpirun, which hvdx run starts again after a failure, got {launcher}. Do: "
+            "--launcher mpirun"
+        )
+    if survive and not (checkpoint and mpi == "openmpi"):
+        raise ConfigError(
+            f"job: --survive: expected --checkpoint DIR and Open MPI, got {mpi}{'' if checkpoint else ' without it'}. "
+            "Do: --survive --checkpoint ckpt --mpi openmpi"
+        )
 
 
 def parse_time(text: str) -> int:

@@ -8,6 +8,9 @@ from hvdx.cli.batch.template import Value, fill, shell_words, template
 from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES
 from hvdx.errors import ConfigError
 
+# Number of times that a job starts its training again by itself, before the batch system decides. It does so without
+# waiting in the queue, and a training that fails more often should be looked at.
+_RESTARTS = 5
 _PARTS = ("before_launch", "after_launch")
 
 
@@ -15,6 +18,7 @@ def script(plan: Plan) -> str:
     """Return the script of a job."""
     values = _common(plan) | _SPELLINGS[plan.system](plan)
     if plan.system in BATCH:
+        values["supervised"] = _supervised(plan, str(values["all_hosts"]))
         # Scripts with a queue share these parts, which pass signals on and decide on a requeue at the end.
         values |= {part: fill(template(f"{part}.part.sh"), values).splitlines() for part in _PARTS}
     return fill(template(f"{plan.system}.sh"), values)
@@ -22,6 +26,7 @@ def script(plan: Plan) -> str:
 
 def _common(plan: Plan) -> dict[str, Value]:
     """Return the values of the placeholders that all templates share."""
+    by_open_mpi = plan.checkpoint is None and _by_open_mpi(plan)
     return {
         "made_by": plan.made_by,
         "name": plan.name,
@@ -34,8 +39,8 @@ def _common(plan: Plan) -> dict[str, Value]:
         "strategy": None if plan.strategy is None else shlex.quote(plan.strategy),
         "threads": plan.threads,
         "command": shell_words(plan.command),
-        "mpi_options": _mpi_options(plan) if _by_open_mpi(plan) else None,
-        "exports": _exports(plan) if _by_open_mpi(plan) else None,
+        "mpi_options": _mpi_options(plan) if by_open_mpi else None,
+        "exports": _exports(plan) if by_open_mpi else None,
         # Hydra, the launcher of MPICH and Intel MPI, takes -f.
         "hostfile_option": "--hostfile" if plan.mpi == "openmpi" else "-f",
     }
@@ -54,6 +59,20 @@ def _mpi_options(plan: Plan) -> str:
     # the host one slot per core.
     spread = f"--map-by ppr:{plan.tasks_per_node}:node " if plan.system in ("pbs", "lsf") else ""
     return f'--bind-to none {spread}"${{exports[@]}}"'
+
+
+def _supervised(plan: Plan, all_hosts: str) -> str | None:
+    """Return the options of `hvdx run` with which a job goes on after failures; None if it does not.
+
+    Args:
+        plan: the job.
+        all_hosts: command that prints the hosts of the job.
+    """
+    if plan.checkpoint is None:
+        return None
+    hosts = f"$({all_hosts} | sed 's/$/:{plan.tasks_per_node}/' | paste -sd, -)"
+    survival = " --survive" if plan.survive else ""
+    return f'--hosts "{hosts}"{survival} --max-restarts {_RESTARTS} --checkpoint {shell_words([plan.checkpoint])}'
 
 
 def _exports(plan: Plan) -> tuple[str, ...]:
@@ -88,7 +107,7 @@ def _slurm(plan: Plan) -> dict[str, Value]:
         "on_host": "srun --overlap --nodes=1 --ntasks=1 --mpi=none --nodelist=",
         "this_host": "$SLURMD_NODENAME",
         "all_hosts": 'scontrol show hostnames "$SLURM_JOB_NODELIST"',
-        "mpirun_tasks": None if srun else '"$SLURM_NTASKS"',
+        "mpirun_tasks": None if srun or plan.checkpoint else '"$SLURM_NTASKS"',
     }
 
 
@@ -105,6 +124,7 @@ def _pbs(plan: Plan) -> dict[str, Value]:
         "output": plan.output,
         "system": "PBS",
         "ends": "TERM",
+        "mpirun_tasks": None if plan.checkpoint else plan.tasks,
         "on_host": "pbs_tmrsh ",
         "this_host": '$(head -n 1 "$PBS_NODEFILE")',
         "all_hosts": 'sort -u "$PBS_NODEFILE"',
@@ -129,7 +149,7 @@ def _lsf(plan: Plan) -> dict[str, Value]:
         "jsrun_tasks": plan.tasks if jsrun else None,
         "jsrun_cores": (plan.cpus_per_task or 1) if jsrun else None,
         "jsrun_gpus": _gpus_of_a_rank(plan) if jsrun and plan.gpus_per_node else None,
-        "mpirun_tasks": None if jsrun else plan.tasks,
+        "mpirun_tasks": None if jsrun or plan.checkpoint else plan.tasks,
         "system": "LSF",
         "ends": "INT TERM",
         "on_host": "blaunch ",

@@ -1,4 +1,4 @@
-"""Stand-in for srun, mpirun, jsrun and horovodrun: starts the ranks on this machine, and passes USR1 on to them."""
+"""Stand-in for the launchers, and for hvdx run: starts the ranks on this machine, and passes USR1 on to them."""
 
 import json
 import os
@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 # Options whose value is the next word; all others are one word.
-VALUED = {"-n", "-np", "--hostfile", "-f", "-x", "--bind-to", "--map-by"}
+VALUED = {"-n", "-np", "--hostfile", "-f", "-x", "--bind-to", "--map-by", "--hosts", "--max-restarts", "--checkpoint"}
 
 
 def main(name, words):
     options = {}
-    rest = list(words)
+    rest = list(words[name == "hvdx" :])
     while rest and rest[0].startswith("-"):
         option, equals, value = rest.pop(0).partition("=")
         value = value if equals else rest.pop(0) if option in VALUED else ""
@@ -22,6 +22,7 @@ def main(name, words):
     if "--nodelist" in options:  # the script checks that this host answers
         return int(options["--nodelist"][0] in os.environ.get("STAND_IN_LOST", "").split())
     ranks = int(options.get("-n", options.get("-np", options.get("--nrs", [os.environ.get("SLURM_NTASKS", "0")])))[0])
+    ranks = sum(int(host.partition(":")[2]) for host in options.get("--hosts", [""])[0].split(",") if host) or ranks
     hosts = [Path(f).read_text() for o in ("--hostfile", "-f") for f in options.get(o, [])]
     record = {"name": name, "words": words, "options": options, "ranks": ranks, "hosts": hosts, "program": rest}
     children, received = [], []
@@ -47,5 +48,5 @@ def main(name, words):
 
 
 if __name__ == "__main__":
-    assert re.fullmatch("srun|mpirun|jsrun|horovodrun", sys.argv[1])
+    assert re.fullmatch("srun|mpirun|jsrun|horovodrun|hvdx", sys.argv[1])
     sys.exit(main(sys.argv[1], sys.argv[2:]))
