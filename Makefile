@@ -13,6 +13,7 @@
 #   SAVE=1              `make scripts` writes its results to docs/scripts.md, `make matrix` to docs/install.md
 #   JOBS=2              how many faults are tried side by side
 #   MXNET_PYTHON=python3.11  the Python of .venv-mxnet, which `make test` makes; MXNet goes with 3.11 at the latest
+#   BASE=IMAGE          the image that `make container` begins with, in place of one that debootstrap makes
 #   GPU_PYTHON=python3  the Python of `make gpu`, where .venv is not the one with the GPU's packages
 
 PYTHON ?= python3
@@ -57,7 +58,7 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks kernels demo test test-quick check docs wheel mutants scripts matrix deaths fuzz gpu fmt clean
+.PHONY: help venv frameworks kernels demo test test-quick check docs wheel first-training container mutants scripts matrix deaths fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
@@ -67,6 +68,8 @@ help:
 	@echo 'make check       lint, formatting, types, the rules about the sources; writes nothing'
 	@echo 'make docs        build the pages as a site, site/index.html; a broken link fails (prepares .venv-docs first)'
 	@echo 'make wheel       build wheel and sdist in dist, and test what is in them'
+	@echo 'make first-training  from an empty folder to a training, with the wheel and the commands of docs/install.md, timed'
+	@echo 'make container   build the image of jobs/containers without a registry, and train two ranks in it (as root)'
 	@echo 'make mutants     break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
 	@echo 'make scripts     train the Keras scripts of tests/scripts on two workers under each strategy (half an hour; ONLY=)'
 	@echo 'make matrix      test with other versions of TensorFlow, Keras, MPI and Python, in environments of their own (an hour)'
@@ -76,7 +79,7 @@ help:
 	@echo 'make fmt         mend what lint and formatting can mend'
 	@echo 'make venv        prepare .venv: TensorFlow, Keras, MPI, Horovod, compiled kernels'
 	@echo 'make frameworks  install what only tests need, PyTorch and MXNet; make test does so too'
-	@echo 'make clean       delete .venv, .venv-docs, .venv-mxnet and what tools left behind (wheels and kernels stay in the cache)'
+	@echo 'make clean       delete .venv, .venv-docs, .venv-mxnet, .venv-first and what tools left behind (wheels and kernels stay in the cache)'
 	@echo
 	@echo 'options: MPI=system (the MPI on PATH), PYTHON=python3.12, WORKERS=4, TF=gpu'
 
@@ -147,6 +150,15 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(PYTEST) -q tests/test_packaging.py
 
+# An environment of its own, which nothing of this checkout gets into.
+FIRST := .venv-first
+first-training:
+	@rm -rf $(FIRST)
+	$(PYTHON) -m tests.first_training $(FIRST)
+
+container:
+	jobs/containers/build
+
 mutants: $(HOROVOD) $(FRAMEWORKS) kernels
 	$(BIN)/python -m tests.mutate --jobs $(JOBS) $(if $(strip $(ONLY)),--only $(ONLY))
 
@@ -172,7 +184,7 @@ fmt: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(MXNET_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(MXNET_VENV) $(FIRST) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find hvdx kernels jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
