@@ -43,7 +43,8 @@ def follow(commands: Sequence[str], folder: Path, env: Mapping[str, str], clock=
         ended = subprocess.run(command, shell=True, cwd=folder, env=env, check=False, stdout=subprocess.PIPE, text=True)
         seconds = clock() - start
         total += seconds
-        print(f"{ended.stdout}[{seconds:.0f} s]", flush=True)
+        shown = ended.stdout.splitlines()[0 if ended.returncode else -20 :]
+        print(*shown, f"[{seconds:.0f} s]", sep="\n", flush=True)
         if ended.returncode:
             sys.exit(f"first training: {command}: exit code {ended.returncode}")
     if not RESULT.search(ended.stdout):
@@ -58,7 +59,9 @@ def build(folder: Path) -> tuple[Path, Path]:
     subprocess.run([sys.executable, "-m", "venv", folder / "tools"], check=True)
     tools = folder / "tools" / "bin" / "python"
     subprocess.run([tools, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "build"], check=True)
-    subprocess.run([tools, "-m", "build", "--outdir", folder, ROOT], check=True, stdout=subprocess.DEVNULL)
+    made = subprocess.run([tools, "-m", "build", "--outdir", folder, ROOT], check=False, capture_output=True, text=True)
+    if made.returncode:
+        sys.exit(f"first training: python -m build: exit code {made.returncode}\n{made.stdout}{made.stderr}")
     shutil.rmtree(folder / "tools")
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel
