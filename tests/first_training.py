@@ -10,6 +10,7 @@ if the training prints no result. Afterwards the sdist is installed in place of 
 import argparse
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,12 @@ def commands_of(page: str) -> list[str]:
     return [line.split("  #")[0].strip() for line in block[1].splitlines()] if block else []
 
 
+def cores() -> float:
+    """Return the processor time of all commands so far, in seconds: a busy machine makes it hardly longer."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def follow(commands: Sequence[str], folder: Path, env: Mapping[str, str], clock=time.monotonic) -> float:
     """Run commands in a folder, and print the seconds of each; return those of all.
 
@@ -39,12 +46,13 @@ def follow(commands: Sequence[str], folder: Path, env: Mapping[str, str], clock=
     total = 0.0
     for command in commands:
         print(f"$ {command}", flush=True)
-        start = clock()
+        start, used = clock(), cores()
         ended = subprocess.run(command, shell=True, cwd=folder, env=env, check=False, stdout=subprocess.PIPE, text=True)
         seconds = clock() - start
         total += seconds
+        note = f"[{seconds:.0f} s; {cores() - used:.0f} s of processor time]"
         shown = ended.stdout.splitlines()[0 if ended.returncode else -20 :]
-        print(*shown, f"[{seconds:.0f} s]", sep="\n", flush=True)
+        print(*shown, note, sep="\n", flush=True)
         if ended.returncode:
             sys.exit(f"first training: {command}: exit code {ended.returncode}")
     if not RESULT.search(ended.stdout):
