@@ -62,7 +62,7 @@ def test_version_and_license_are_the_same_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert citation["version"] == __version__
-    assert citation["license"] == project["license"]["text"]
+    assert citation["license"] == project["license"]
     assert [author["name"] for author in citation["authors"]] == [author["name"] for author in project["authors"]]
     released = f"## {__version__} ({citation['date-released']})"
     assert released in (ROOT / "CHANGELOG.md").read_text().splitlines()
