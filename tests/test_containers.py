@@ -57,7 +57,7 @@ def test_two_ranks_train_in_the_image():
     container = buildah("from", "localhost/hvdx").stdout.strip()
     try:
         command = ["hvdx", "run", "-n", "2", "python", "-m", "hvdx.jobs.linear_regression"]
-        ended = buildah("run", container, "--", *command, timeout=120)
+        ended = buildah("run", container, "--", *command, timeout=300)
     finally:
         buildah("rm", container)
     assert ended.returncode == 0, ended.stdout + ended.stderr
