@@ -13,6 +13,7 @@
 #   SAVE=1              `make scripts` writes its results to docs/scripts.md, `make matrix` to docs/install.md
 #   JOBS=2              how many faults are tried side by side
 #   MXNET_PYTHON=python3.11  the Python of .venv-mxnet, which `make test` makes; MXNet goes with 3.11 at the latest
+#   LIMIT=900           seconds that `make first-training` may take, where other work runs beside it
 #   BASE=IMAGE          the image that `make container` begins with, in place of one that debootstrap makes
 #   GPU_PYTHON=python3  the Python of `make gpu`, where .venv is not the one with the GPU's packages
 
@@ -154,7 +155,7 @@ wheel: $(INSTALLED)
 FIRST := .venv-first
 first-training:
 	@rm -rf $(FIRST)
-	$(PYTHON) -m tests.first_training $(FIRST)
+	$(PYTHON) -m tests.first_training $(FIRST) $(if $(LIMIT),--seconds $(LIMIT))
 
 container:
 	jobs/containers/build

@@ -32,7 +32,7 @@ def test_commands_stand_in_their_section_without_comments():
 def test_commands_run_in_the_folder_one_after_the_other(tmp_path):
     times = iter([0, 100, 100, 300])
     seconds = first_training.follow(
-        ["echo 1 > file", f"cat file && {TRAINS}"], tmp_path, os.environ, lambda: next(times)
+        ["echo 1 > file", f"cat file && {TRAINS}"], tmp_path, os.environ, clock=lambda: next(times)
     )
     assert seconds == 300
     assert (tmp_path / "file").read_text() == "1\n"
@@ -51,4 +51,4 @@ def test_commands_run_in_the_folder_one_after_the_other(tmp_path):
 def test_what_the_page_does_not_keep_is_an_error(commands, last, said, tmp_path):
     times = iter([0, last] * 5)
     with pytest.raises(SystemExit, match=re.escape(said)):
-        first_training.follow(commands, tmp_path, os.environ, lambda: next(times))
+        first_training.follow(commands, tmp_path, os.environ, clock=lambda: next(times))
