@@ -91,7 +91,10 @@ class ServerClient:
         """Start this worker's server in a thread, if it is not running."""
         if self._thread is None:
             threads = kernel_threads(self._comm.local_size)
-            self._handler = RequestHandler(max(self._comm.world_ranks) + 1, self._rank, threads)
+            living = self._comm.world_ranks
+            self._handler = RequestHandler(max(living) + 1, self._rank, threads)
+            for dead in set(range(max(living))) - set(living):
+                self._handler.leave(dead)
             arguments = (self._comm.mailbox(SERVER_BOX), self._handler, self._stop)
             self._thread = threading.Thread(target=serve_in_thread, args=arguments, name="hvdx server", daemon=True)
             self._thread.start()

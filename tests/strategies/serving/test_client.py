@@ -290,3 +290,14 @@ def test_a_server_waits_for_no_worker_that_has_died():
     box.messages.append(message(0, [MessageType.DISCONNECT]))
     serving.join(5.0)
     assert not serving.is_alive()
+
+
+def test_a_server_that_begins_after_a_death_does_not_wait_for_the_dead(monkeypatch):
+    comm = virtual_world(3)[0]
+    monkeypatch.setattr(type(comm), "world_ranks", [0, 2, 4])
+    made = ServerClient(comm)
+    made.open_server()
+    assert made._handler.present == {0, 2, 4}
+    made._stop.set()
+    made._thread.join(5.0)
+    assert not made._thread.is_alive()
