@@ -40,6 +40,8 @@ POINTS = 0.3
 #: Smallest goodput with a death in each minute.
 SHARE = 0.88
 _LIMIT = 180
+# Seconds in which a process more starts, on a busy machine.
+_START = 10
 # Seconds of the pause in a step, and steps of an epoch, for goodput.
 _PAUSE, _STEPS = 0.05, 200
 # Seconds after a death in which no step may take long.
@@ -129,7 +131,8 @@ def _goodput(options: argparse.Namespace) -> int:
         setting = {"minutes": options.goodput, "shared": name}
         start = _start(ranks, True, spares=kills)
         try:
-            ended = harness.launch(__file__, setting, ranks, limit=60 * options.goodput + _LIMIT, start=start)
+            limit = 60 * options.goodput + _LIMIT + _START * (ranks + kills)
+            ended = harness.launch(__file__, setting, ranks, limit=limit, start=start)
         finally:
             over.set()
             killer.join()
