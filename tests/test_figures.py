@@ -465,6 +465,7 @@ ranks | counted | resident | relative
 ALONE = {("benchmarks/README.md", "`Threshold()`, nothing compiled"): "one start, by `--empty`"}
 #: Tables of figures that no file has, by page and headers, and why.
 EXEMPT = {
+    ("containers.md", "part | seconds | processor time, seconds"): "`make container` prints them",
     ("decentralised.md", "strategy | ms a step | loss after 0.65 s | after 200 steps"): (
         "the command below the table makes it in seconds, on virtual clocks; ADR 43 has it"
     ),
