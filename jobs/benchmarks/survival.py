@@ -30,7 +30,10 @@ from typing import Any
 from hvdx.jobs.benchmarks import harness
 from hvdx.jobs.benchmarks.harness import Row, figure
 
-STRATEGIES = "all_reduce:engine=mpi", "parameter_averaging:period=4,engine=mpi", "threshold:period=2"
+STRATEGIES = (
+    *("all_reduce:engine=mpi", "parameter_averaging:period=4,engine=mpi", "threshold:period=2"),
+    "parameter_server:servers=colocated",
+)
 PLACES = "first step", "mid-step", "collective", "validation", "checkpoint", "flush", "end of epoch"
 KINDS = "SIGKILL", "SIGSEGV", "os._exit", "exception"
 #: Seconds after which the others have to train on, and largest ratio of the step times.
