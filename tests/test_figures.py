@@ -68,7 +68,7 @@ def shown(cell: str) -> list[tuple[float, float]]:
 
 
 def fits(cell: str, expected: Any) -> bool:
-    """Return whether a cell shows what is expected: a text, a number or several numbers."""
+    """Return whether a cell shows the expected value: a text, a number or several numbers."""
     if expected is None or cell in NOTHING:
         return True
     if isinstance(expected, str):
@@ -540,7 +540,7 @@ def test_figures_of_a_page_are_in_its_file(table, pages):
 
 
 def misfits(line: Sequence[str], values: Sequence[Any]) -> int:
-    """Return how many cells of a line do not show what is expected."""
+    """Return the number of cells of a line that do not show the expected value."""
     return sum(not fits(cell, expected) for cell, expected in zip(line, values, strict=True))
 
 

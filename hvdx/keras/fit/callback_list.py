@@ -23,7 +23,7 @@ from hvdx.keras.types import Structure
 
 # These callbacks write files or lines that one rank should write for all. All other callbacks run on every rank: they
 # act on the training (early stopping, learning rates), and receive the same metrics on every rank.
-RANK_0_ONLY = tuple(
+_RANK_0_ONLY = tuple(
     getattr(keras.callbacks, name)
     for name in (
         "ModelCheckpoint",
@@ -43,7 +43,7 @@ _LOGGERS = {"mlflow", "wandb"}
 def writes(callback: keras.callbacks.Callback) -> bool:
     """Return whether a callback runs on rank 0 only."""
     packages = {kind.__module__.partition(".")[0] for kind in type(callback).__mro__}
-    return isinstance(callback, RANK_0_ONLY) or bool(packages & _LOGGERS)
+    return isinstance(callback, _RANK_0_ONLY) or bool(packages & _LOGGERS)
 
 
 def arrange(

@@ -11,7 +11,7 @@ import keras
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError
 from hvdx.keras.fit.attachment import Attachment
-from hvdx.keras.fit.callback_list import RANK_0_ONLY
+from hvdx.keras.fit.callback_list import writes
 from hvdx.keras.fit.part import Part
 from hvdx.keras.seams.callbacks import numbers_of, set_numbers
 from hvdx.keras.seams.models import set_initial_epoch
@@ -62,7 +62,7 @@ def give(
     if epoch is None:
         attachment.follow(strategy)
     _give(model, comm, attachment, epoch is None)
-    kept = [c for c in callbacks if is_of_keras(type(c)) and not isinstance(c, (*RANK_0_ONLY, Part))]
+    kept = [c for c in callbacks if is_of_keras(type(c)) and not isinstance(c, Part) and not writes(c)]
     begun, states, numbers = first(
         comm, lambda: (epoch, [part.now() for part in parts], [_state_of(c) for c in kept]), epoch is None
     )

@@ -14,7 +14,7 @@ from hvdx.keras.seams.models import set_initial_epoch
 
 
 class Admitted(EchoComm):
-    """World of a spare that takes part as soon as it waits; the other rank sends what it sends."""
+    """World of a spare that joins at once. The other rank sends the same values as the spare."""
 
     survives = waits = True
 
