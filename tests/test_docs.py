@@ -66,7 +66,11 @@ def test_code_of_the_first_page_fits_a_window_of_1280_pixels():
     assert "white-space: pre-wrap" in (ROOT / "docs" / css).read_text()
 
 
-@pytest.mark.parametrize("page", ["guide", "tutorial", "scaling", "compare", "averaging", "advise", "report"])
+@pytest.mark.parametrize(
+    "page",
+    ["advise", "averaging", "batch", "codecs", "compare", "containers", "decentralised", "faq", "gpu-cluster", "guide"]
+    + ["install", "jobs", "lab", "records", "report", "scaling", "simulate", "split-layers", "survive", "tutorial"],
+)
 def test_pages_for_users_count_workers(page):
     """A rank is the number of a worker, as in "rank 0"; blocks of code quote the code and its messages."""
     text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -457,7 +457,7 @@ training | ms a step | / AllReduce | layers send | the strategy sends | formula 
 - | milliseconds | relative | layers_sent | strategy_sent | formula | payload | carried
 
 split-layers.md split-memory.json split_memory
-ranks in the group | weights and momenta, counted | resident memory | / one rank
+workers in the group | weights and momenta, counted | resident memory | / one worker
 ranks | counted | resident | relative
 """  # noqa: E501
 

@@ -1,11 +1,13 @@
 """`hvdx run --survive`: workers die in trainings, and the others end them with equal weights, also with spares."""
 
 # Tests: hvdx/comm/surviving.py, hvdx/comm/spares.py, hvdx/keras/fit/distribute.py, hvdx/keras/fit/replacing.py
-# Tests: hvdx/keras/checkpoint/writer.py, hvdx/keras/checkpoint/newcomers.py, hvdx/strategies/serving/exchange.py
-# Tests: hvdx/comm/mpi_mailbox.py, hvdx/strategies/serving/step_client.py
+# Tests: hvdx/keras/checkpoint/writer.py, hvdx/keras/checkpoint/newcomers.py, hvdx/comm/mpi_mailbox.py
+# Tests: hvdx/strategies/serving/step_client.py, hvdx/strategies/serving/surviving_sessions.py
 
 import re
 import sys
+
+import pytest
 
 from hvdx.report.records import read
 from tests import warm
@@ -135,13 +137,15 @@ def test_spares_take_the_places_of_dead_workers(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"epoch-0004", "epoch-0005"}
 
 
-# Three workers, of which the first two serve; the first also hands out the steps. One is killed in the first epoch, the
-# other in the second.
+# One process is killed in each epoch: a worker, or a server. All write their process numbers.
 SERVERS = """
-import hashlib, os, signal
+import hashlib, os, signal, sys, time
+from pathlib import Path
 import numpy as np, keras
 import hvdx, hvdx.keras
 from hvdx.comm import start
+folder, *victims = sys.argv[1:]
+(Path(folder) / os.environ["OMPI_COMM_WORLD_RANK"]).write_text(str(os.getpid()))
 hvdx.init()
 keras.utils.set_random_seed(0)
 x, y = np.random.default_rng(7).normal(size=(240, 6)).astype("float32"), np.arange(240, dtype="float32") / 240
@@ -152,10 +156,17 @@ me = comm.rank
 
 class Deaths(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
-        self.epoch, self.steps = epoch, 0
+        self.victim, self.steps = int(dict(enumerate(victims)).get(epoch, -1)), 0
     def on_train_batch_begin(self, batch, logs=None):
-        if (me, self.epoch, batch) in ((0, 0, 3), (1, 1, 3)):
-            os.kill(os.getpid(), signal.SIGKILL)
+        dead = Path(folder) / f"dead-{self.victim}"
+        # Worker 1 kills servers. The others leave the killer steps to take.
+        if self.victim >= 0 and me == (self.victim if self.victim < comm.workers else 1):
+            if batch == 3:
+                dead.touch()
+                os.kill(int((Path(folder) / str(self.victim)).read_text()), signal.SIGKILL)
+        elif self.victim >= 0 and batch == 10:
+            while not dead.exists():
+                time.sleep(0.01)
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
     def on_epoch_end(self, epoch, logs=None):
@@ -163,27 +174,43 @@ class Deaths(keras.callbacks.Callback):
         assert len(set(comm.all_gather_object(weights, "a test"))) == 1
         print("EPOCH", epoch, me, list(comm.world_ranks), self.steps, logs["loss"], flush=True)
 
-model.fit(train, epochs=3, verbose=0, callbacks=[
-    hvdx.keras.Distribute("parameter_server:servers=colocated:2,staleness=scale+bound"), Deaths()])
+model.fit(train, epochs=3, verbose=0, callbacks=[hvdx.keras.Distribute(), Deaths()])
 """
 
 
-def test_servers_that_die_are_replaced():
-    program = [*warm.command(environment()), "-c", SERVERS]
-    done = run_command([sys.executable, "-m", "hvdx", "run", "-n", "3", "--all", "--survive", *program], LIMIT)
+@pytest.mark.parametrize(
+    ("strategy", "processes", "victims", "left", "steps"),
+    [
+        # The first two of three workers serve; the first also hands out the steps. The others take the steps of the
+        # dead, of which those took three or four. Some of these are handed out again, by the next server.
+        (
+            "parameter_server:servers=colocated:2,staleness=scale+bound",
+            3,
+            "01",
+            ["12", "2", "2"],
+            [(56, 60), (56, 60), (60, 60)],
+        ),
+        # Two workers and two servers. When both servers have died, the workers serve. A server that takes over the
+        # steps may hand out one a second time.
+        ("parameter_server:servers=2", 4, "230", ["01", "01", "1"], [(60, 61), (60, 61), (56, 60)]),
+        # Rank 0 orders the messages, and hands out the steps.
+        ("threshold:max_staleness=inf", 3, "01", ["12", "2", "2"], [(56, 60), (56, 60), (60, 60)]),
+    ],
+)
+def test_trainings_without_steps_in_common_go_on(strategy, processes, victims, left, steps, tmp_path):
+    program = [*warm.command(environment()), "-c", SERVERS, str(tmp_path), *victims]
+    done = run_command(
+        [sys.executable, "-m", "hvdx", "run", "-n", str(processes), "--all", "--survive", *program],
+        LIMIT,
+        {"HVDX_STRATEGY": strategy},
+    )
     assert done.code == 0, str(done)
     epochs = [re.findall(rf"EPOCH {epoch} (\d) \[(.*)\] (\d+) ([\d.]+)", done.out) for epoch in range(3)]
-    assert [sorted((int(me), left) for me, left, *_ in rows) for rows in epochs] == [
-        [(1, "1, 2"), (2, "1, 2")],
-        [(2, "2")],
-        [(2, "2")],
-    ], done
-    # The others take the steps of the dead: 60 in each epoch, of which those took three or four. Some of these are
-    # handed out again, by the next server.
-    steps = [sum(int(taken) for *_, taken, _ in rows) for rows in epochs]
-    assert 56 <= steps[0] <= 60, done
-    assert 56 <= steps[1] <= 60, done
-    assert steps[2] == 60, done
+    assert [{rank for rank, *_ in rows} for rows in epochs] == [set(ranks) for ranks in left], done
+    assert [{ranks for _, ranks, *_ in rows} for rows in epochs] == [{", ".join(ranks)} for ranks in left], done
+    for rows, (least, most) in zip(epochs, steps, strict=True):
+        assert least <= sum(int(taken) for *_, taken, _ in rows) <= most, done
     losses = [float(rows[0][3]) for rows in epochs]
     assert losses[0] > losses[1] > losses[2], done
-    assert set(re.findall(r"the server at rank (\d) has died\. Its \d+% of the weights", done.out)) == {"0", "1"}, done
+    dead = re.findall(r"the server at rank (\d) has died\. Its \d+% of the weights", done.out)
+    assert set(dead) == set(victims if "servers" in strategy else ""), done

@@ -374,7 +374,7 @@ class Comm(abc.ABC):
         rank, size: rank of this process in the group, and number of ranks in the group.
         local_rank, local_size: rank among the ranks on this host, and their number.
         cross_rank, cross_size: rank among the ranks with the same local rank, one per host, and their number.
-        servers: number of server ranks outside the group; mailboxes number them from `size` on.
+        servers: number of server ranks outside the group; see `server_numbers`.
         serves: True if this process is a server rank.
         hosts: name of each rank's host.
         mesh: `Mesh` of the ranks, if they split layers; otherwise None.
@@ -413,6 +413,11 @@ class Comm(abc.ABC):
             return range(self.size)
         outer = self.parent.world_ranks
         return [outer[rank] for rank in self.parent_ranks]
+
+    @property
+    def server_numbers(self) -> Sequence[int]:
+        """Number in mailboxes of each server rank; they follow those of the workers at the start."""
+        return range(self.size, self.size + self.servers)
 
     @property
     def workers(self) -> int:

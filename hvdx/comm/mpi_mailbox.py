@@ -22,26 +22,54 @@ _PIECE = 1 << 30
 _LOOK_SECONDS = 0.01
 
 
-class Mortals:
-    """Ranks of a communicator, some of which may die while the others go on.
-
-    Args:
-        comm: `MPI.Comm`, which returns errors.
-        numbers: number of each of its ranks, which stays the same when others die.
+class Ranks:
+    """Ranks of a communicator, none of which dies while the others go on.
 
     Attributes:
         gone: numbers of those that have died.
     """
 
-    def __init__(self, comm: "MPI.Comm", numbers: Sequence[int]):
+    def __init__(self) -> None:
         from mpi4py import MPI
 
-        self._mpi, self._comm, self._numbers = MPI, comm, list(numbers)
+        self._mpi = MPI
         self.gone: Set[int] = frozenset()
-        self._next_look = 0.0
 
     def look(self) -> None:
         """Look for ranks that have died, unless this was done a moment ago."""
+
+    @property
+    def sources(self) -> list[int]:
+        """Ranks in the communicator to receive from, which may be MPI's wildcard."""
+        return [self._mpi.ANY_SOURCE]
+
+    def place(self, number: int) -> int:
+        """Return the rank in the communicator of a number."""
+        return number
+
+    def number(self, place: int) -> int:
+        """Return the number of a rank of the communicator."""
+        return place
+
+    def is_death(self, error: Exception) -> bool:
+        """Return whether an error says that a rank has died; `gone` has its number soon."""
+        return False
+
+
+class Mortals(Ranks):
+    """Ranks of a communicator, some of which may die while the others go on.
+
+    Args:
+        comm: `MPI.Comm`, which returns errors.
+        numbers: number of each of its ranks, which stays the same when others die.
+    """
+
+    def __init__(self, comm: "MPI.Comm", numbers: Sequence[int]):
+        super().__init__()
+        self._comm, self._numbers = comm, list(numbers)
+        self._next_look = 0.0
+
+    def look(self) -> None:
         now = time.monotonic()
         if now > self._next_look:
             self._next_look, failed = now + _LOOK_SECONDS, self._comm.Get_failed()
@@ -51,17 +79,18 @@ class Mortals:
                 self.gone = frozenset(self._numbers[place] for place in places)
 
     @property
-    def places(self) -> list[int]:
-        """Ranks in the communicator of those that live."""
+    def sources(self) -> list[int]:
         return [place for place, number in enumerate(self._numbers) if number not in self.gone]
 
     def place(self, number: int) -> int:
-        """Return the rank in the communicator of a number."""
         return self._numbers.index(number)
 
     def number(self, place: int) -> int:
-        """Return the number of a rank of the communicator."""
         return self._numbers[place]
+
+    def is_death(self, error: Exception) -> bool:
+        dead = (self._mpi.ERR_PROC_FAILED, self._mpi.ERR_PROC_FAILED_PENDING)
+        return isinstance(error, self._mpi.Exception) and error.Get_error_class() in dead
 
 
 class MpiMailbox(Mailbox):
@@ -71,15 +100,15 @@ class MpiMailbox(Mailbox):
         comm: `MPI.Comm` for mailboxes only, which all boxes share.
         box: number of the box.
         buffer_for: see `hvdx.comm.base.BufferFor`.
-        mortals: the ranks, if some may die while the others go on.
+        ranks: ranks of `comm`.
     """
 
-    def __init__(self, comm: "MPI.Comm", box: int, buffer_for: BufferFor | None, mortals: Mortals | None = None):
+    def __init__(self, comm: "MPI.Comm", box: int, buffer_for: BufferFor | None, ranks: Ranks | None = None):
         from mpi4py import MPI
 
         self._mpi, self._comm, self._box, self._buffer_for = MPI, comm, box, buffer_for
-        self._mortals = mortals
-        self.rank = comm.Get_rank() if mortals is None else mortals.number(comm.Get_rank())
+        self._ranks = ranks = ranks or Ranks()
+        self.rank = ranks.number(comm.Get_rank())
         # Request, data and receiver of each send in flight.
         self._sends: list[tuple[MPI.Request, np.ndarray, int]] = []
         # What MPI may still use of messages from and to ranks that have died; senders of such a message.
@@ -95,7 +124,7 @@ class MpiMailbox(Mailbox):
         words[-1] = -1 if body is None else body.size
         if to in self.gone:
             return
-        place = to if self._mortals is None else self._mortals.place(to)
+        place = self._ranks.place(to)
         try:
             self._sends.append((self._comm.Isend(words, place, 2 * box), words, to))
             for piece in () if body is None else _pieces(body):
@@ -121,23 +150,21 @@ class MpiMailbox(Mailbox):
         return lost
 
     def _check(self, error: Exception) -> None:
-        """Raise an error again, unless it says that a rank has died, as ranks may; `gone` has its number soon."""
-        dead = (self._mpi.ERR_PROC_FAILED, self._mpi.ERR_PROC_FAILED_PENDING)
-        if self._mortals is None or not isinstance(error, self._mpi.Exception) or error.Get_error_class() not in dead:
+        """Raise an error again, unless it says that a rank has died, as ranks may."""
+        if not self._ranks.is_death(error):
             raise error
 
     @property
     def gone(self) -> Set[int]:  # type: ignore[override]
-        return frozenset() if self._mortals is None else self._mortals.gone
+        return self._ranks.gone
 
     def fetch(self) -> Message | None:
-        if self._mortals is not None:
-            self._mortals.look()
-            for number in self.gone & self._arriving.keys():
-                self._kept.append(self._arriving.pop(number))
+        self._ranks.look()
+        for number in self.gone & self._arriving.keys():
+            self._kept.append(self._arriving.pop(number))
         if self._sends:
             self.pending_sends()
-        for place in [self._mpi.ANY_SOURCE] if self._mortals is None else self._mortals.places:
+        for place in self._ranks.sources:
             try:
                 self._receive_headers(place)
             except self._mpi.Exception as error:
@@ -174,7 +201,7 @@ class MpiMailbox(Mailbox):
             found.Recv(words)
             *header, size = words.tolist()
             place = status.Get_source()
-            sender = place if self._mortals is None else self._mortals.number(place)
+            sender = self._ranks.number(place)
             message, missing = Message(sender, tuple(header), None), []
             if size >= 0:
                 body = self._buffer_for(sender, message.header, size) if self._buffer_for else None

@@ -107,15 +107,16 @@ class SurvivingComm(Comm):
 
     Args:
         launch: rank and size from the launcher; checked against MPI.
+        servers: see `MpiComm`. A server's death is seen by mailboxes only; see `Mailbox.gone`.
 
     Raises:
         LaunchError: if MPI cannot survive the death of a rank; see also `MpiComm`.
-        ConfigError: if `HVDX_MIN_WORKERS` is not a number of ranks.
+        ConfigError: if `HVDX_MIN_WORKERS` is not a number of ranks, or there are servers and spares.
     """
 
     survives = True
 
-    def __init__(self, launch: Launch):
+    def __init__(self, launch: Launch, servers: int = 0):
         if os.environ.get(_ULFM_VARIABLE) != "1":
             raise LaunchError.on_all_ranks(
                 f"{VARIABLE}=1: expected an Open MPI that was started to survive, got {launch.launcher}. Do: hvdx run "
@@ -124,7 +125,7 @@ class SurvivingComm(Comm):
         from mpi4py import MPI
 
         self._mpi, self._limit = MPI, time_limit()
-        self._least = _least_ranks(launch.size or 1)
+        self._least = _least_ranks((launch.size or 1) - servers)
         self.deaths: list[Death] = []
         self._lock, self._inside = threading.RLock(), False
         self._units, self._looked = 0, 0.0
@@ -135,15 +136,23 @@ class SurvivingComm(Comm):
         self._spares: spares.Spares | None = None
         # Of the mailboxes; None before the first.
         self._mail: tuple[MPI.Comm, Mortals] | None = None
-        everyone = MpiComm(launch, watched=False, alive=self._check_alive)
+        everyone = MpiComm(launch, servers, watched=False, alive=self._check_alive)
         self._now: MpiComm | spares.EchoComm = everyone
         self._group = everyone.group
-        # Number in the world of each rank; host, process and cores of each rank of the world.
-        self._members = list(range(self._now.size))
-        self._hosts = list(everyone.hosts)
-        self._places: list[tuple[int, int]] = everyone.all_gather_object((os.getpid(), launcher.core_mask()), "places")
+        self.servers, self.serves, self._workers = servers, everyone.serves, everyone.workers
+        # Number in the world of each rank; host, process and cores of each, by this number.
+        first = everyone.workers if everyone.serves else 0
+        self._members = list(range(first, first + everyone.size))
+        self._hosts = dict(zip(self._members, everyone.hosts, strict=True))
+        places = everyone.all_gather_object((os.getpid(), launcher.core_mask()), "places")
+        self._places: dict[int, tuple[int, int]] = dict(zip(self._members, places, strict=True))
         self.library = everyone.library
         count = spares.wanted(everyone.size)
+        if servers:
+            self._refuse_spares(count)
+            self._mail = self._make_mail(MPI.COMM_WORLD.Dup(), range(launch.size or 1))
+            if self.serves:
+                supervision.report("server", rank=launch.rank)
         if count:
             self._spares = spares.Spares(everyone, count)
             self._leave_spares_out(everyone, self._spares)
@@ -154,7 +163,7 @@ class SurvivingComm(Comm):
 
     def _limit_the_end(self) -> None:
         """Let this process end by a signal if MPI does not end: Open MPI may wait for the dead in `MPI_Finalize`."""
-        supervision.report("over", rank=self._members[self._now.rank])
+        supervision.report("over", rank=self._members[self._now.rank], living=self._now.size)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(math.ceil(self._limit))
 
@@ -185,6 +194,14 @@ class SurvivingComm(Comm):
     @property
     def world_ranks(self) -> Sequence[int]:
         return self._members
+
+    @property
+    def server_numbers(self) -> Sequence[int]:
+        return range(self._workers, self._workers + self.servers)
+
+    @property
+    def workers(self) -> int:
+        return self._workers if self.serves else self.size
 
     # -- units --------------------------------------------------------------------------------------------------------
 
@@ -482,23 +499,25 @@ class SurvivingComm(Comm):
         Raises:
             ConfigError: if there are spares.
         """
-        if self._spares is not None:
+        self._refuse_spares(self._spares is not None)
+        if self._mail is None:
+            # Not `Dup`, in which Open MPI may crash if a rank dies meanwhile.
+            self._mail = self.complete(lambda: self._make_mail(self._mpi_group.Shrink(), self._members))
+        group, mortals = self._mail
+        return MpiMailbox(group, box, buffer_for, mortals)
+
+    def _refuse_spares(self, there: object) -> None:
+        if there:
             raise ConfigError.on_all_ranks(
                 "--spares: expected a strategy without messages between single ranks, which a spare could not join. "
                 "Do: --max-restarts N in place of --spares."
             )
-        if self._mail is None:
-            self._mail = self.complete(self._make_mail)
-        group, mortals = self._mail
-        return MpiMailbox(group, box, buffer_for, mortals)
 
-    def _make_mail(self) -> "tuple[MPI.Comm, Mortals]":
-        # Not `Dup`, in which Open MPI may crash if a rank dies meanwhile.
-        group = self._mpi_group.Shrink()
-        if group.Get_size() < len(self._members):
+    def _make_mail(self, group: "MPI.Comm", numbers: Sequence[int]) -> "tuple[MPI.Comm, Mortals]":
+        if group.Get_size() < len(numbers):
             raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
         group.Set_errhandler(self._mpi.ERRORS_RETURN)
-        return group, Mortals(group, self._members)
+        return group, Mortals(group, numbers)
 
     def close(self) -> None:
         self._now.close()

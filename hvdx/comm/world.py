@@ -73,8 +73,9 @@ def start(servers: int = 0) -> Comm:
             survives = surviving.is_wanted()
             failure.install(_launch.rank, _launch.size or 0, survives)
             if survives:
-                _check_survival(servers, split)
-                _comm = surviving.SurvivingComm(_launch)
+                _check_survival(split)
+                _check_servers(servers, _launch.size)
+                _comm = surviving.SurvivingComm(_launch, servers)
             elif _launch.launcher == "Horovod (Gloo)":
                 if split != 1:
                     raise ConfigError(
@@ -234,14 +235,12 @@ def _host_graph(comm: Comm) -> GraphComm:
     return HostGraphComm(comm)
 
 
-def _check_survival(servers: int, split: int | str) -> None:
+def _check_survival(split: int | str) -> None:
     """Refuse what does not survive the death of a rank."""
-    found = f"{servers} server ranks" if servers else f"split={split}" if split != 1 else ""
-    remedy = "servers='colocated', or " if servers else ""
-    if found:
+    if split != 1:
         raise ConfigError.on_all_ranks(
-            f"{surviving.VARIABLE}=1: expected a training that goes on without a rank that dies, got {found}. Do: "
-            f"{remedy}hvdx run --max-restarts N in place of --survive."
+            f"{surviving.VARIABLE}=1: expected a training that goes on without a rank that dies, got split={split}. "
+            "Do: hvdx run --max-restarts N in place of --survive."
         )
 
 

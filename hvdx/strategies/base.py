@@ -358,8 +358,8 @@ def refuse_unless_it_survives(strategy: Strategy, comm: Comm) -> None:
     if comm.survives and not strategy.survives:
         raise ConfigError.on_all_ranks(
             f"HVDX_SURVIVE=1: expected a strategy whose ranks can go on without one that dies, got {strategy!r}. Do: "
-            "auto, all_reduce, parameter_averaging, threshold with max_staleness=0, exchange='auto' and local='auto', "
-            "parameter_server:servers=colocated, or hvdx run --max-restarts N in place of --survive."
+            "auto, all_reduce, parameter_averaging, threshold with exchange='auto' and local='auto', parameter_server, "
+            "or hvdx run --max-restarts N in place of --survive."
         )
 
 

@@ -81,6 +81,7 @@ class ParameterServer(Strategy):
     placement = "weights"
     runs = "host"
     asynchronous = True
+    survives = True
     split_exchange = staticmethod(open_split_servers)
 
     def __init__(
@@ -117,12 +118,11 @@ class ParameterServer(Strategy):
             )
         self.staleness, self.staleness_exponent = staleness, float(exponent)
         self.aggregate, self.codec = aggregate, codec
-        self.survives = not self.dedicated
         self.max_staleness = _MAX_STALENESS if max_staleness is None and "bound" in staleness else max_staleness
         make_codec(codec)  # checks it
 
     def server_ranks(self, comm: Comm) -> list[int]:
-        """Return the ranks that serve. As in mailboxes, ranks that only serve are numbered after the workers.
+        """Return the numbers in mailboxes of the ranks that serve; see `Comm.server_numbers`.
 
         Args:
             comm: the workers, or those that hold the same parts of split layers.
@@ -133,8 +133,7 @@ class ParameterServer(Strategy):
         if comm.parent is not None:
             everywhere = self.server_ranks(comm.parent)
             # If all workers serve, each serves the parts that it holds.
-            mine: Sequence[int] = comm.parent_ranks or ()
-            return list(mine) if everywhere == list(range(comm.parent.size)) else everywhere
+            return list(comm.world_ranks) if everywhere == list(comm.parent.world_ranks) else everywhere
         if isinstance(comm, GraphComm) and comm.size > 1:
             comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
         if comm.servers != self.dedicated and comm.size + comm.servers > 1:
@@ -151,9 +150,7 @@ class ParameterServer(Strategy):
                 f"ParameterServer: {option}: expected at most {comm.size}, the number of workers, got "
                 f"{getattr(self, option)!r}."
             )
-        count = comm.servers or min(self._colocated or comm.size, comm.size)
-        first = comm.size if comm.servers else 0
-        return list(range(first, first + count))
+        return list(comm.server_numbers or comm.world_ranks[: self._colocated or comm.size])
 
     def check(self, comm: Comm) -> None:
         self.server_ranks(comm)

@@ -32,7 +32,7 @@ from hvdx.jobs.benchmarks.harness import Row, figure
 
 STRATEGIES = (
     *("all_reduce:engine=mpi", "parameter_averaging:period=4,engine=mpi", "threshold:period=2"),
-    "parameter_server:servers=colocated",
+    *("parameter_server:servers=colocated", "threshold:max_staleness=inf"),
 )
 PLACES = "first step", "mid-step", "collective", "validation", "checkpoint", "flush", "end of epoch"
 KINDS = "SIGKILL", "SIGSEGV", "os._exit", "exception"

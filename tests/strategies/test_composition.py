@@ -19,9 +19,11 @@ from tests.strategies.virtual import on_all
 
 STRATEGIES = Path(hvdx.strategies.__file__).parent
 ROOM_OF_KERAS = STRATEGIES.parent / "keras"
-# Modules in which nobody assigns attributes of another object. Those of the parameter server are not among them yet.
+# Modules in which nobody assigns attributes of another object. Those of the servers are not among them yet.
 CLEAN = [
     *STRATEGIES.glob("threshold/**/*.py"),
+    *STRATEGIES.glob("serving/*exchange.py"),
+    *STRATEGIES.glob("serving/*sessions.py"),
     *(STRATEGIES / f"{m}.py" for m in ("host", "step", "split", "sessions")),
     # The seams replace attributes of objects of Keras; that is their task.
     *sorted(path for path in ROOM_OF_KERAS.rglob("*.py") if path.parent.name != "seams"),

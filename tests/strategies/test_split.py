@@ -311,7 +311,7 @@ def test_exchanges_of_peers_have_sessions_of_their_own():
         sessions = {p.session for e in made for s in e._subsets for p in s.exchange._shards}
         found = [[np.unique(w).tolist() for w in exchange.flush()] for exchange in made]
         made[0].renew()
-        return sessions, found, made[0]._subsets[1].exchange._next_session, comm.mesh.position
+        return sessions, found, made[0]._subsets[1].exchange._sessions.next_session, comm.mesh.position
 
     results = all_fine(run(4, work))
     for _, found, _, position in results:

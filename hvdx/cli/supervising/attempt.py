@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 
 from hvdx.cli.common.processes import kill_group
 from hvdx.comm import supervision
+from hvdx.log import Log
+
+_log = Log(__name__)
 
 # Bytes of each output that are kept for `find_failure`: tracebacks of TensorFlow on many ranks are long.
 _KEPT = 100_000
 # Seconds after the end of the launcher until processes that still hold its output are killed.
 _LINGER = 5.0
+# Seconds from the end of the last worker's script until a launcher that has not ended is killed; between two looks.
+_END_SECONDS, _LOOK_SECONDS = 60.0, 1.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 # Open MPI's line for a collective that a death has ended (75, MPI_ERR_PROC_FAILED) or another rank (77, revoked).
 _NOISE = re.compile(rb"NBC_Progress: an error 7[57] was found during schedule \w+ at row-offset \d+ - [a-z ]*\n\n?")
@@ -35,7 +40,8 @@ class Attempt:
         position: position of that checkpoint, as in "step 120 of epoch 3".
         code: exit code of the launcher.
         text: end of its output.
-        left: exit code of each rank that has ended; none unless the job survives the death of a rank.
+        left: exit code of each worker that has ended; none unless the job survives the death of a rank.
+        over: time at which the script of the last living worker had ended; None before, and unless the job survives.
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -47,8 +53,10 @@ class Attempt:
     code: int = 0
     text: str = ""
     left: list[int] = field(default_factory=list)
-    _spares: set[object] = field(default_factory=set)
-    _over: set[object] = field(default_factory=set)
+    over: float | None = None
+    _beside: set[object] = field(default_factory=set)
+    _ended: set[object] = field(default_factory=set)
+    _living: int | None = None
 
     def take(self, reports: Sequence[Mapping[str, object]]) -> None:
         """Take over what ranks have reported."""
@@ -59,15 +67,23 @@ class Attempt:
             elif report["kind"] == "saved":
                 self.saved = time.monotonic() - float(str(report.get("seconds", 0)))
                 self.position, self.saves = str(report.get("position", "")), True
-            elif report["kind"] == "spare":
-                # It ends with 0, whatever the ranks do.
-                self._spares.add(report.get("rank"))
+            elif report["kind"] in ("spare", "server"):
+                # It ends with 0, whatever the workers do.
+                self._beside.add(report.get("rank"))
             elif report["kind"] == "over":
-                self._over.add(report.get("rank"))
-            elif report["kind"] == "left" and report.get("rank") not in self._spares:
+                self._note_end(report.get("rank"), int(str(report.get("living", 0))))
+            elif report["kind"] == "left" and report.get("rank") not in self._beside:
                 code = int(str(report.get("code", 1)))
                 # Its script had ended, and its end in MPI took too long; see `hvdx.comm.surviving`.
-                self.left.append(0 if code == -signal.SIGALRM and report.get("rank") in self._over else code)
+                self.left.append(0 if code == -signal.SIGALRM and report.get("rank") in self._ended else code)
+
+    def _note_end(self, rank: object, living: int) -> None:
+        """Note that the script of a rank has ended, and the number of workers that lived then."""
+        self._ended.add(rank)
+        if rank not in self._beside:
+            self._living = min(living, self._living or living)
+            if self.over is None and len(self._ended - self._beside) >= self._living:
+                self.over = time.monotonic()
 
     @property
     def useful(self) -> float:
@@ -153,7 +169,7 @@ def run_attempt(command: Sequence[str], signals: Signals) -> Attempt:
     for copy in copies:
         copy.start()
     try:
-        attempt.code = process.wait()
+        attempt.code = _wait(process, attempt)
     finally:
         signals.process = None
         for copy in copies:
@@ -162,12 +178,24 @@ def run_attempt(command: Sequence[str], signals: Signals) -> Attempt:
         kill_group(process)
     for copy in copies:
         copy.join(_LINGER)
-    if attempt.left and not attempt.code:
+    if attempt.left and not attempt.code and attempt.over is None:
         # A job has succeeded if a rank has: the launcher ends with 0 also if all have died.
         attempt.code = 0 if 0 in attempt.left else attempt.left[-1]
     attempt.ended = time.monotonic()
     attempt.text = b"\n".join(kept[::-1]).decode(errors="replace")
     return attempt
+
+
+def _wait(process: subprocess.Popen[bytes], attempt: Attempt) -> int:
+    """Wait for the launcher, and return its exit code; 0 if the workers have ended and MPI does not."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_LOOK_SECONDS)
+        if attempt.over is not None and time.monotonic() - attempt.over > _END_SECONDS:
+            _log.warning(f"the workers have ended, and MPI has not after {_END_SECONDS:.0f} s: it is ended.")
+            kill_group(process)
+            process.wait()
+            return 0
 
 
 def _copy(source: int, target: int, kept: bytearray, attempt: Attempt) -> None:

@@ -246,9 +246,8 @@ class ServerClient:
         """Tell all servers that this worker sends no more messages."""
         if not self._closed:
             self._closed = True
-            dedicated = range(self._comm.size, self._comm.size + self._comm.servers)
             others = self._comm.world_ranks if self._comm.survives else ()  # any of these may have become a server
-            for server in self._servers | {*dedicated, *others}:
+            for server in self._servers | {*self._comm.server_numbers, *others}:
                 self._box.send(server, SERVER_BOX, [MessageType.DISCONNECT])
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ from hvdx.comm.waiting import overshoot
 from hvdx.costs.model import Situation
 from hvdx.costs.sizes import message_bytes
 from hvdx.costs.types import Prediction
-from hvdx.strategies.serving.exchange import HEADER_BYTES, shards_of_server
 from hvdx.strategies.serving.updates import density_of
+from hvdx.strategies.serving.worker_sessions import HEADER_BYTES, shards_of_server
 
 # Bytes per element of the codecs that send all elements.
 _ITEMSIZES = {"none": 4, "fp16": 2, "bf16": 2}

@@ -15,7 +15,7 @@ class StepClient:
 
     Args:
         comm: the workers.
-        server: rank of the first server.
+        server: number in mailboxes of the first server.
         steps: steps in an epoch, of all workers together; each worker takes its first step without a request.
         begun: steps of the first epoch that were taken before this fit. If fewer than `comm.size` are left, each worker
             takes one nevertheless.
@@ -33,11 +33,11 @@ class StepClient:
         self._workers, self._steps = comm.size // self._together, steps // self._together
         self.steps, self.taken, self.over, self.stopped = self._steps * self._together, 0, False, False
         self._before, self._begun = 0, begun // self._together
-        self._client, self._server = client_of(comm), comm.world_ranks[server] if server < comm.size else server
+        self._client, self._server = client_of(comm), server
         self._client.register_servers([self._server])
         self._client.agree_on_round()
         # Any worker may take the place of a server that dies.
-        if comm.survives or comm.rank == self._server:
+        if comm.survives or comm.world_ranks[comm.rank] == self._server:
             self._client.open_server()
         self._handed_out = 0
 

@@ -12,7 +12,7 @@ from hvdx.comm import Comm, progress
 from hvdx.comm.alignment import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
 from hvdx.costs.link import probe
-from hvdx.errors import ExchangeError, UpdateError, WireError
+from hvdx.errors import ConfigError, ExchangeError, UpdateError, WireError
 from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
@@ -49,7 +49,6 @@ class OrderedExchange(HostExchange):
     def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: Lookahead):
         super().__init__(specs, StaleTelemetry())
         self._comm = comm
-        self._rank, self._size, self._world_ranks = comm.rank, comm.size, comm.world_ranks
         self.encoder = ThresholdEncoder(options, comm, specs, lookahead)
         channel = comm.channel("the updates")
         channel.exchange([])  # all ranks have compiled
@@ -66,8 +65,8 @@ class OrderedExchange(HostExchange):
         # Weights that the last step returned: the mirror, or a copy with own messages on top.
         self._returned = self._mirror
         self._ahead: np.ndarray | None = None
-        # Own messages without a place, each with the count of applied updates that its rank had seen.
-        self._own: deque[tuple[Payload, int]] = deque()
+        # Own messages without a place, each with its number and the count of applied updates that its rank had seen.
+        self._own: deque[tuple[Payload, int, int]] = deque()
         self._updates = self._base = 0
         self._samples: dict[int, np.ndarray] = {}
         self._mailbox = session_mailbox_of(comm)
@@ -97,10 +96,15 @@ class OrderedExchange(HostExchange):
         self._shared = False
 
     def _register(self, number: int) -> None:
+        self._next = self._registered(number)
+
+    def _registered(self, number: int) -> Session:
+        """Return a session, whose packets are accepted from now on."""
         # In flight may be as many bytes as the weights have in float32.
         replica = Replica(self._comm.rank, self._comm.size, room=max(4 * self._n, _LEAST_ROOM))
-        self._next = Session(number, replica)
-        self._mailbox.register(self._next)
+        session = Session(number, replica, self._comm.world_ranks)
+        self._mailbox.register(session)
+        return session
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
         """Begin a session with the weights of rank 0; the other ranks wait until rank 0 has begun.
@@ -113,21 +117,29 @@ class OrderedExchange(HostExchange):
         """
         assert self._next is not None  # `renew` comes after `close`
         self._end()
-        self._session, replica = self._next, self._next.replica
+        self._session = self._next
         self._register(self._session.number + 1)
-        self._mailbox.start(self._session)
         self._updates = self._base = 0
-        if self._comm.rank == SEQUENCER:
-            known = self._shared and all(map(np.array_equal, views(self._mirror, self.specs), weights))
-            _fill(self._mirror, weights, self.specs)
-            body = None if known else self._mirror.view(np.uint8).copy()
-            self._mailbox.send(self._session, replica.begin(body))
+        if self._comm.survives:
+            self._begin_together(weights)
         else:
-            self._wait(lambda: [] if replica.begun else [SEQUENCER], "the beginning of a session")
+            self._begin_with(weights, self._session)
         self._shared = False
         # The first update is the change of this rank's own weights, which may differ from those of rank 0.
         self._returned = self._buffer()
         _fill(self._returned, weights, self.specs)
+
+    def _begin_with(self, weights: Sequence[np.ndarray], session: Session) -> None:
+        """Begin a session with the weights of rank 0, which need not wait for the others."""
+        replica = session.replica
+        self._mailbox.start(session)
+        if self._comm.rank == SEQUENCER:
+            known = self._shared and all(map(np.array_equal, views(self._mirror, self.specs), weights))
+            _fill(self._mirror, weights, self.specs)
+            body = None if known else self._mirror.view(np.uint8).copy()
+            self._mailbox.send(session, replica.begin(body))
+        else:
+            self._wait(lambda: [] if replica.begun else [SEQUENCER], "the beginning of a session")
 
     def flush(self) -> list[np.ndarray] | None:
         """Wait until all ranks have flushed and all messages are applied; return the weights. Collective.
@@ -137,18 +149,30 @@ class OrderedExchange(HostExchange):
         """
         if self._session is None:
             return None
-        begin, replica = time.perf_counter(), self._session.replica
-        with self._mailbox.lock:
-            self._mailbox.send(self._session, replica.flush())
-        self._wait(replica.awaited_to_end, "a flush")
-        if not self._mailbox.all_sent(time_limit()):
-            raise ExchangeError(self._report("a flush", time_limit(), []))
+        begin, is_over = time.perf_counter(), False
+        while not is_over:
+            self._wait(self._awaited_to_end, "a flush")
+            if not self._mailbox.all_sent(time_limit()):
+                raise ExchangeError(self._report("a flush", time_limit(), []))
+            # A rank that died may have kept others from their end.
+            is_over = not self._comm.survives or self._meet(finished=True)
         self._count_bytes()
         self._end()
         self._shared = True
         self.telemetry.ending += time.perf_counter() - begin
         self.restart_timer()
         return [w.copy() for w in views(self._mirror, self.specs)]
+
+    def _awaited_to_end(self) -> list[int]:
+        """Return the ranks that this one waits for, after it has told all that it sends no more."""
+        session = self._open
+        self._mailbox.send(session, session.replica.flush())
+        return session.replica.awaited_to_end()
+
+    @property
+    def _open(self) -> Session:
+        assert self._session is not None  # the caller asks `is_open`
+        return self._session
 
     def _end(self) -> None:
         if self._session is not None:
@@ -179,20 +203,21 @@ class OrderedExchange(HostExchange):
             WireError: if a message of a rank is damaged.
             HvdxError: after `MAX_SKIPPED_STEPS` skipped steps in a row.
         """
-        assert self._session is not None  # the caller asks `is_open`
-        counts, replica, self._cost = self.telemetry, self._session.replica, 0.0
+        counts, self._cost = self.telemetry, 0.0
         if step_input.computing is not None:
             self._computing = step_input.computing
         payload = self._timed("encoding", lambda: self._encode_update(step_input))
         size = 0 if payload is None else payload.body.size
         # Messages that have not left after a whole step show that the network, not a receiver, is the limit.
         backlog = self._computing if self._mailbox.pending_sends() else 0.0
-        counts.waiting += self._wait(lambda: replica.awaited_to_send(size), "messages to be applied")
-        with self._mailbox.lock:
-            self._mailbox.send(self._session, replica.send(payload, size))
-            self._mailbox.send(self._session, replica.announce())
+        counts.waiting += self._wait(lambda: self._open.replica.awaited_to_send(size), "messages to be applied")
+        session = self._open  # a new one after a death
         if payload is not None:
-            self._own.append((payload, self._base))
+            self._own.append((payload, session.replica.sent, self._base))
+        with self._mailbox.lock:
+            self._mailbox.send(session, session.replica.send(payload, size))
+            self._mailbox.send(session, session.replica.announce())
+        if payload is not None:
             counts.messages += payload.body.size
         self._mailbox.poll()
         self._apply()
@@ -221,19 +246,21 @@ class OrderedExchange(HostExchange):
             self._skip(error.within(self.specs[error.variable].name))
             return None
         count_entries(self.telemetry, encoded, self._n)
-        samples = step_input.sample if self._size > 1 else None
+        size = self._comm.size
+        samples = step_input.sample if size > 1 else None
         flat = np.concatenate([np.ravel(s) for s in samples]) if samples else None
         sample = np.array(words_of(flat), np.int64).view(np.uint8)
-        factor = np.float64(1.0 / self._size * self.encoder.correction(self._size))
+        factor = np.float64(1.0 / size * self.encoder.correction(size))
         # A copy: the codec may use the memory of the message again, before the message has left.
         words = [sample.size, int(factor.view(np.int64))]
         return Payload(words, np.concatenate([sample, encoded.message]))
 
     def _skip(self, reason: str) -> None:
+        rank = self._comm.rank
         self._skipped(
             True,
-            lambda again: f"step {self._step + 1} of rank {self._rank}: {reason}; this rank skipped the step{again}.",
-            lambda: f"{MAX_SKIPPED_STEPS} steps in a row were skipped on rank {self._rank}: {reason}. The training has "
+            lambda again: f"step {self._step + 1} of rank {rank}: {reason}; this rank skipped the step{again}.",
+            lambda: f"{MAX_SKIPPED_STEPS} steps in a row were skipped on rank {rank}: {reason}. The training has "
             "diverged: lower the learning rate, clip gradients, or check the data of that rank.",
         )
 
@@ -244,8 +271,7 @@ class OrderedExchange(HostExchange):
             awaited: function that returns the awaited ranks.
             what: purpose, for error messages.
         """
-        assert self._session is not None
-        session, backoff, limit, spent = self._session, Backoff(), time_limit(), 0.0
+        session, backoff, limit, spent = self._open, Backoff(), time_limit(), 0.0
         begin = since = time.monotonic()
         seen, waits = session.packets, False
         try:
@@ -254,6 +280,9 @@ class OrderedExchange(HostExchange):
                 applying = time.monotonic()
                 self._apply()
                 spent += time.monotonic() - applying
+                if not self._mailbox.is_whole(session):
+                    self._meet(finished=False)
+                    session = self._open
                 with self._mailbox.lock:
                     ranks = awaited()
                     if not ranks:
@@ -274,10 +303,11 @@ class OrderedExchange(HostExchange):
         return max(time.monotonic() - begin - spent, 0.0) if waits else 0.0
 
     def _report(self, what: str, seconds: float, ranks: Sequence[int]) -> str:
-        numbers = [str(self._world_ranks[r]) for r in ranks]
+        members = self._open.members
+        numbers = [str(members[r]) for r in ranks]
         named = f" for rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else " for the network"
         return (
-            f"{what}: rank {self._world_ranks[self._rank]} has been waiting for {seconds:.0f} s{named}. Check the last "
+            f"{what}: rank {members[self._comm.rank]} has been waiting for {seconds:.0f} s{named}. Check the last "
             f"output there. {LIMIT_VARIABLE}=seconds sets the time limit."
         )
 
@@ -285,9 +315,8 @@ class OrderedExchange(HostExchange):
 
     def _apply(self) -> None:
         """Apply the messages whose turn has come."""
-        assert self._session is not None
         with self._mailbox.lock:
-            replica = self._session.replica
+            replica = self._open.replica
             taken = list(iter(replica.take, None))
         weights = replica.take_weights()
         if weights is not None:
@@ -305,11 +334,11 @@ class OrderedExchange(HostExchange):
             size = payload.words[_SAMPLE]
             if size:
                 self._samples[sender] = payload.body[:size].view(np.float16)
-            if sender == self._rank:
-                _, base = self._own.popleft()
+            if sender == self._comm.rank:
+                *_, base = self._own.popleft()
                 self.telemetry.staleness.add(self._updates - base)
-                if len(self._samples) == self._size:
-                    self.encoder.noise.observe(np.stack([self._samples[r] for r in range(self._size)]))
+                if len(self._samples) == self._comm.size:
+                    self.encoder.noise.observe(np.stack([self._samples[r] for r in range(self._comm.size)]))
 
     def _add(self, messages: Sequence[tuple[int, Payload]], out: np.ndarray) -> None:
         """Add messages of the same factor, each with its sender, to an array, one after the other."""
@@ -324,7 +353,7 @@ class OrderedExchange(HostExchange):
                 else:
                     codec.decode(bodies, [out], scale)
             except WireError as error:
-                raise error.of(self._world_ranks[some[error.rank or 0][0]], "update") from None
+                raise error.of(self._open.members[some[error.rank or 0][0]], "update") from None
 
     def _look_ahead(self) -> None:
         """Set the weights that the step returns."""
@@ -334,25 +363,80 @@ class OrderedExchange(HostExchange):
             return
         self._returned = self._buffer()
         np.copyto(self._returned, self._mirror)
-        for payload, _ in self._own:
-            self._add([(self._rank, payload)], self._returned)
+        for payload, *_ in self._own:
+            self._add([(self._comm.rank, payload)], self._returned)
 
     def _buffer(self) -> np.ndarray:
         if self._ahead is None:
             self._ahead = np.empty_like(self._mirror)
         return self._ahead
 
+    # -- ranks that die -----------------------------------------------------------------------------------------------
+
+    def _begin_together(self, weights: Sequence[np.ndarray]) -> None:
+        """Begin a session with the weights of rank 0, while ranks may die. Collective."""
+        if self._mailbox.has_others(self._open):
+            raise ConfigError.on_all_ranks(
+                "HVDX_SURVIVE=1: threshold:max_staleness=inf: expected one optimiser with one list of variables, got "
+                "several. Do: hvdx run --max-restarts N in place of --survive."
+            )
+        self._session = self._registered(self._open.number)  # of the ranks that live now
+        _fill(self._mirror, [np.asarray(w) for w in self._comm.broadcast(weights, 0, "the weights")], self.specs)
+        self._mailbox.start(self._session)
+
+    def _meet(self, finished: bool) -> bool:
+        """Return whether all ranks have finished the session; otherwise begin a new one, of those who live. Collective.
+
+        All ranks apply the messages in one order, so the weights of the rank that has applied the most contain those of
+        every other one. All go on with these. A message that they do not contain returns to the residual of its sender.
+
+        Args:
+            finished: whether this rank has finished it.
+        """
+        comm, session = self._comm, self._open
+        while True:
+            mine = finished, dict(zip(session.members, session.replica.applied, strict=True))
+            states = comm.all_gather_object(mine, "the messages of those who live")
+            if all(done for done, _ in states):
+                return True
+            counts = [sum(applied.values()) for _, applied in states]
+            newest, known = counts.index(max(counts)), comm.recoveries
+            (weights,) = comm.broadcast([self._mirror], newest, "the weights of those who live")
+            if comm.recoveries == known:
+                break  # its sender has not died meanwhile
+        self._mirror[:] = np.asarray(weights)
+        self._take_back(states[newest][1][comm.world_ranks[comm.rank]])
+        self._mailbox.drop(session)
+        # Nobody sends before all accept it.
+        self._session = self._registered(session.number + 1)
+        self._register(session.number + 2)
+        comm.all_gather_object(None, "opening an exchange")
+        self._mailbox.start(self._session)
+        return False
+
+    def _take_back(self, applied: int) -> None:
+        """Return own messages to the residual, except those that the weights contain.
+
+        Args:
+            applied: number of this rank's messages in the weights.
+        """
+        bodies = [payload.body[payload.words[_SAMPLE] :] for payload, number, _ in self._own if number >= applied]
+        if bodies:
+            flat = np.zeros(self._n, np.float32)
+            self.encoder.codec.decode(bodies, [flat], 1.0)
+            self.encoder.add_to_residual(views(flat, self.specs))
+        self._own.clear()
+        self._samples.clear()
+
     # -- counters and state -------------------------------------------------------------------------------------------
 
     def _transfer(self, size: int) -> float:
         """Return the seconds in which a message leaves to all other ranks, by the measurement at the start."""
-        return (self._size - 1) * (size + HEADER_BYTES) / self.network.bandwidth if self.network else 0.0
+        return (self._comm.size - 1) * (size + HEADER_BYTES) / self.network.bandwidth if self.network else 0.0
 
     def _count_bytes(self) -> None:
-        session = self._session
-        assert session is not None
         with self._mailbox.lock:
-            sent, received = session.take_bytes()
+            sent, received = self._open.take_bytes()
         self.telemetry.sent += sent
         self.telemetry.received += received
 
@@ -368,7 +452,7 @@ class OrderedExchange(HostExchange):
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         step = saved_step(state)
-        self.encoder.restore(whole_residual(state, self._rank))
+        self.encoder.restore(whole_residual(state, self._comm.rank))
         self._step = step
         self._samples.clear()
 

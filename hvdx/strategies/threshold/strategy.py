@@ -159,7 +159,7 @@ class Threshold(Strategy):
         self.max_staleness = _max_staleness(max_staleness)
         self.period = _period(period)
         self.asynchronous = self.max_staleness != 0
-        self.survives = not self.asynchronous and exchange != "sharded" and local != "dense"
+        self.survives = exchange != "sharded" and local != "dense"
         if self.asynchronous:
             self._refuse_synchronous_options()
             self.placement = "weights"
@@ -252,7 +252,7 @@ class Threshold(Strategy):
 
     def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """Return the client of rank 0, which hands out the steps."""
-        return StepClient(comm, 0, steps, begun)
+        return StepClient(comm, comm.world_ranks[0], steps, begun)
 
     def check(self, comm: Comm) -> None:
         """Refuse hosts with different numbers of ranks if `local` is "dense"."""

@@ -1,5 +1,6 @@
 """One attempt: the output passes through, the reports do not, and signals reach the launcher."""
 
+import json
 import os
 import signal
 import subprocess
@@ -43,6 +44,25 @@ def test_signals_reach_the_launcher(name, capfd):
     with Signals() as signals:
         attempt = run_attempt(["sh", "-c", f"trap 'exit 7' {name}; while :; do sleep 0.05; done"], signals)
     assert (attempt.code, signals.received) == (7, [number])
+
+
+def test_launcher_that_does_not_end_after_its_workers_is_killed(capfd, monkeypatch):
+    """Rank 1 has died before, and rank 2 is the last to end; rank 3 is a server."""
+    monkeypatch.setattr("hvdx.cli.supervising.attempt._END_SECONDS", 0.5)
+    monkeypatch.setattr("hvdx.cli.supervising.attempt._LOOK_SECONDS", 0.05)
+
+    def report(**values):
+        return rf"""printf '\036{json.dumps(values)}\n' >&2"""
+
+    ended = [report(kind="over", rank=rank, living=living) for rank, living in ((3, 1), (0, 3), (2, 2))]
+    before = [report(kind="server", rank=3), report(kind="left", rank=1, code=-9), *ended]
+    with Signals() as signals:
+        early = run_attempt(["sh", "-c", "; ".join([*before[:-1], "sleep 1; exit 3"])], signals)
+        late = run_attempt(["sh", "-c", "; ".join([*before, "exec sleep 60"])], signals)
+    assert (early.code, early.over) == (3, None)
+    assert late.code == 0
+    assert late.ended - late.began < 5
+    assert "the workers have ended, and MPI has not" in capfd.readouterr().err
 
 
 def test_launcher_ends_with_its_supervisor(tmp_path):

@@ -1,6 +1,6 @@
 """Trainings on virtual ranks: the weights hold each pushed update exactly once, and every wait ends."""
 
-# Tests: hvdx/strategies/base.py
+# Tests: hvdx/strategies/base.py, hvdx/strategies/serving/worker_sessions.py
 
 import random
 import threading

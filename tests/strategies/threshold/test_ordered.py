@@ -78,6 +78,29 @@ def test_each_message_is_applied_exactly_once_on_every_rank():
         assert exchange.telemetry.steps == sum(exchange.telemetry.staleness.values())
 
 
+def test_those_who_live_go_on_with_the_newest_weights():
+    """The ranks meet as after a death, with messages in flight: each message counts once nevertheless."""
+
+    def work(comm):
+        comm.survives = True
+        exchange, chance = whole().open(comm, SPECS), random.Random(comm.rank)
+        numbers, weights, total = np.random.default_rng(comm.rank), zeros(), np.zeros(ELEMENTS)
+        exchange.begin(weights)
+        for meeting in range(10):
+            if meeting:
+                assert not exchange._meet(finished=False)
+            for _ in range(chance.randrange(1, 12)):
+                updates = [numbers.integers(-3, 4, s.shape).astype(np.float32) for s in SPECS]
+                total += flat(updates)
+                weights = exchange.step([w + u for w, u in zip(weights, updates, strict=True)])
+        return total, flat(exchange.flush()).copy(), exchange
+
+    results = all_fine(run(3, work))
+    for _, final, exchange in results:
+        np.testing.assert_array_equal(final, np.sum([total for total, *_ in results], axis=0))
+        assert not flat(exchange.residuals).any()
+
+
 @pytest.mark.parametrize("options", [{}, {"warmup": "density:9"}, {"target_density": "auto"}])
 def test_final_weights_have_the_same_bits_on_all_ranks(options):
     """Sums of floats depend on their order, so equal bits show that all ranks applied the messages in one order."""

@@ -73,6 +73,7 @@ class Replica:
     Attributes:
         sent: number of this rank's messages.
         begun: whether the sequencer has begun the session.
+        applied: number of messages that this rank has applied, by sender.
 
     Example:
         >>> first, second = Replica(0, 2), Replica(1, 2)
@@ -88,9 +89,10 @@ class Replica:
         self.rank, self.size, self._most, self._room = rank, size, most, room
         self.sent, self.begun, self._weights = 0, rank == SEQUENCER, None
         self._others = [r for r in range(size) if r != rank]
-        # By sender: messages that are not applied yet; messages received and applied; their total after a FLUSH.
+        self.applied = [0] * size
+        # By sender: messages that are not applied yet; messages received; their total after a FLUSH.
         self._arrived: list[deque[Any]] = [deque() for _ in range(size)]
-        self._received, self._applied = [0] * size, [0] * size
+        self._received = [0] * size
         self._totals: list[int | None] = [None] * size
         # Senders of the next messages in the order, the place after the last of them, and those to be announced.
         self._order: deque[int] = deque()
@@ -132,11 +134,13 @@ class Replica:
 
     def tell(self) -> list[Packet]:
         """Tell each rank how many of its messages were applied here, if it does not know."""
-        behind = [r for r in self._others if self._told[r] < self._applied[r]]
+        behind = [r for r in self._others if self._told[r] < self.applied[r]]
         return [Packet(r, Kind.SEEN, self._tell(r)) for r in behind]
 
     def flush(self) -> list[Packet]:
-        """Declare that this rank sends no more messages in this session."""
+        """Declare that this rank sends no more messages in this session; empty if it has done so."""
+        if self._totals[self.rank] is not None:
+            return []
         self._totals[self.rank] = self.sent
         return [Packet(r, Kind.FLUSH, self.sent) for r in self._others]
 
@@ -178,7 +182,7 @@ class Replica:
         if not self._order or not self._arrived[self._order[0]]:
             return None
         sender = self._order.popleft()
-        self._applied[sender] += 1
+        self.applied[sender] += 1
         return sender, self._arrived[sender].popleft()
 
     # -- ranks that this rank waits for: it may go on when none is left -----------------------------------------------
@@ -196,7 +200,7 @@ class Replica:
     def awaited_to_end(self) -> list[int]:
         """Return the ranks that must flush, or whose messages must be applied here, before the session is over."""
         training = [r for r in self._others if self._totals[r] is None]
-        return training or self._blocking([r for r in range(self.size) if self._applied[r] != self._totals[r]])
+        return training or self._blocking([r for r in range(self.size) if self.applied[r] != self._totals[r]])
 
     # -- parts of the above -------------------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class Replica:
             self._placed += 1
 
     def _tell(self, rank: int) -> int:
-        self._told[rank] = self._applied[rank]
+        self._told[rank] = self.applied[rank]
         return self._told[rank]
 
     def _confirm(self, rank: int, applied: int) -> None:
@@ -221,7 +225,7 @@ class Replica:
     def _blocking(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that must act before messages of the given ones can be applied."""
         unplaced = self._order[0] if self._order else SEQUENCER
-        return sorted({r if self._received[r] == self._applied[r] else unplaced for r in ranks})
+        return sorted({r if self._received[r] == self.applied[r] else unplaced for r in ranks})
 
     def _expect(self, sender: int, number: int, expected: int) -> None:
         if number != expected:

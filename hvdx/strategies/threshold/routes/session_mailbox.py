@@ -45,13 +45,14 @@ class Session:
     Args:
         number: its number, the same on all ranks.
         replica: state of this rank.
+        members: number in mailboxes of each rank.
 
     Attributes:
         packets: number of packets received.
     """
 
-    def __init__(self, number: int, replica: Replica):
-        self.number, self.replica, self.packets = number, replica, 0
+    def __init__(self, number: int, replica: Replica, members: Sequence[int]):
+        self.number, self.replica, self.members, self.packets = number, replica, list(members), 0
         self._sent = self._received = 0
 
     def count_sent(self, size: int) -> None:
@@ -121,7 +122,8 @@ class SessionMailbox:
         with self.lock:
             for packet in packets:
                 words, body = _pack(packet)
-                self._box.send(packet.to, BOX, [packet.kind, session.number, packet.number, packet.seen, *words], body)
+                to, numbers = session.members[packet.to], (session.number, packet.number, packet.seen)
+                self._box.send(to, BOX, [packet.kind, *numbers, *words], body)
                 session.count_sent(0 if body is None else body.size)
 
     def poll(self) -> int:
@@ -140,11 +142,20 @@ class SessionMailbox:
                 if session is None:
                     continue  # of a session that an exception ended
                 session.count_received(0 if message.body is None else message.body.size)
-                session.replica.receive(message.sender, _unpack(message))
+                session.replica.receive(session.members.index(message.sender), _unpack(message))
                 touched[session.number] = session
             for session in touched.values():
                 self.send(session, session.replica.announce())
             return count
+
+    def is_whole(self, session: Session) -> bool:
+        """Return whether all ranks of a session live."""
+        return self._box.gone.isdisjoint(session.members)
+
+    def has_others(self, session: Session) -> bool:
+        """Return whether other sessions are active."""
+        with self.lock:
+            return any(other is not session for other in self._active)
 
     def pending_sends(self) -> int:
         """Return the number of sends in flight."""
