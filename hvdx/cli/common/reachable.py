@@ -3,7 +3,7 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from hvdx.cli.common.mpi_traffic import ALLOCATED, is_this_machine
@@ -52,23 +52,41 @@ def absent_hosts(hosts: Iterable[str], environ: Mapping[str, str] | None = None)
     Returns:
         The hosts that do not answer, with the reason of each.
     """
-    environ = os.environ if environ is None else environ
-    asked = list(hosts)
-    if not asked or any(environ.get(name) for name in _OTHER_WAYS):
+    asked = with_ssh(hosts, environ)
+    if not asked:
         return {}
     with ThreadPoolExecutor(min(len(asked), _AT_ONCE)) as pool:
         reasons = dict(zip(asked, pool.map(_reason, asked), strict=True))
     return {host: reason for host, reason in reasons.items() if reason}
 
 
+def with_ssh(hosts: Iterable[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return those of the hosts to which ssh is the way: not this machine, and none in a batch system.
+
+    Args:
+        hosts, environ: see `absent_hosts`.
+    """
+    environ = os.environ if environ is None else environ
+    others = any(environ.get(name) for name in _OTHER_WAYS)
+    return [] if others else [host for host in hosts if not is_this_machine(host)]
+
+
+def ssh_command(host: str, command: str, options: Sequence[str] = ()) -> list[str]:
+    """Return the words that run a command of a shell on a host, without questions to the user.
+
+    Args:
+        host: its name.
+        command: the command.
+        options: further options of ssh.
+    """
+    return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", *options, host, command]
+
+
 def _reason(host: str) -> str:
-    """Return why ssh does not reach a host, in one line; "" if it does, or if the host is this machine."""
-    if is_this_machine(host):
-        return ""
-    ssh = shutil.which("ssh")
-    if ssh is None:
+    """Return why ssh does not reach a host, in one line; "" if it does."""
+    if shutil.which("ssh") is None:
         return "there is no ssh on PATH"
-    command = [ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", host, "true"]
+    command = ssh_command(host, "true")
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER, check=False)
     except subprocess.TimeoutExpired:

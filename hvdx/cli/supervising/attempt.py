@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdx.cli.common.processes import kill_group
+from hvdx.cli.supervising.lifelines import Lifelines
 from hvdx.comm import supervision
+from hvdx.comm.waiting import until
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -21,6 +23,8 @@ _log = Log(__name__)
 _KEPT = 100_000
 # Seconds after the end of the launcher until processes that still hold its output are killed.
 _LINGER = 5.0
+# Seconds for the rest of an output after that.
+_KILLED = 1.0
 # Seconds from the end of the last worker's script until a launcher that has not ended is killed; between two looks.
 _END_SECONDS, _LOOK_SECONDS = 60.0, 1.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -133,14 +137,15 @@ class Signals:
             self.process.send_signal(number)
 
 
-def run_attempt(command: Sequence[str], signals: Signals) -> Attempt:
-    """Run the launcher to its end, with its output on that of this process.
+def run_attempt(command: Sequence[str], signals: Signals, hosts: Sequence[str] = ()) -> Attempt:
+    """Run the launcher to its end, with its output on that of this process; kill it if a host is lost.
 
     The launcher has a session of its own, so that a signal of the terminal reaches it once, and no standard input.
 
     Args:
         command: its words.
         signals: passes signals on to it.
+        hosts: hosts of the workers.
 
     Raises:
         OSError: if it cannot be started.
@@ -168,21 +173,29 @@ def run_attempt(command: Sequence[str], signals: Signals) -> Attempt:
     ]
     for copy in copies:
         copy.start()
+    losses: list[str] = []
+
+    def end(host: str, reason: str) -> None:
+        losses.append(f"host {host} is lost: {reason}")
+        _log.warning(losses[-1])
+        kill_group(process)
+
     try:
-        attempt.code = _wait(process, attempt)
+        with Lifelines(hosts, end):
+            attempt.code = _wait(process, attempt)
     finally:
         signals.process = None
-        for copy in copies:
-            copy.join(_LINGER)
+        # A connection of the launcher to a lost host holds its output, too.
+        until(lambda: not any(copy.is_alive() for copy in copies), 0.0 if losses else _LINGER)
         # Ranks on this machine that have outlived their launcher.
         kill_group(process)
-    for copy in copies:
-        copy.join(_LINGER)
+    until(lambda: not any(copy.is_alive() for copy in copies), _KILLED)
     if attempt.left and not attempt.code and attempt.over is None:
         # A job has succeeded if a rank has: the launcher ends with 0 also if all have died.
         attempt.code = 0 if 0 in attempt.left else attempt.left[-1]
     attempt.ended = time.monotonic()
-    attempt.text = b"\n".join(kept[::-1]).decode(errors="replace")
+    said = [*(f"hvdx: {loss}".encode() for loss in losses), *map(bytes, kept[::-1])]
+    attempt.text = b"\n".join(said).decode(errors="replace")
     return attempt
 
 

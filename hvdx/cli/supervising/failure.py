@@ -40,6 +40,8 @@ _PATTERNS = (
     r"(?P<reason>.*)",
     r"hvdx: rank (?P<rank>\d+) of \d+ on (?P<host>\S+) ended(?:: (?P<reason>.*?))?, and the others cannot continue",
     r"hvdx: (?P<reason>\w+Error: .*)",
+    # hvdx: cli/supervising/attempt.py
+    r"hvdx: host (?P<host>\S+) is lost: (?P<reason>.*)",
     # Open MPI: help-prun.txt, help-errmgr-base.txt
     r"process\s+rank\s+(?P<rank>\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+(?P<host>\S+)\s+exited\s+on\s+"
     r"signal\s+(?P<signal>\d+)",

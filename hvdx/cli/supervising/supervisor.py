@@ -80,7 +80,7 @@ class _Supervisor:
         before: Failure | None = None
         for number in range(1, most + 1):
             os.environ[supervision.VARIABLE] = f"{name}:{number}"
-            attempt = self._run(self._job.command(hosts, workers), self._signals)
+            attempt = self._run(self._job.command(hosts, workers), self._signals, list(hosts))
             failure = find_failure(attempt.text, attempt.code)
             if failure is None:
                 self._end(number, attempt)

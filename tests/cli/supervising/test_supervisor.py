@@ -39,7 +39,8 @@ class Fake:
                   workers, hosts or {}, restarts, least)  # fmt: skip
         return supervise(job, self.run, self.ask)
 
-    def run(self, command, signals):
+    def run(self, command, signals, hosts):
+        assert len(hosts) == len(command) - 1
         self.started.append(command)
         self.numbers.append(supervision.attempt())
         attempt = self.attempts.pop(0)

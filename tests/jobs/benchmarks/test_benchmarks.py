@@ -3,7 +3,7 @@
 # Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/checkpoint.py
 # Tests: jobs/benchmarks/dense.py, jobs/benchmarks/overlap.py
 # Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
-# Tests: jobs/benchmarks/local_steps.py
+# Tests: jobs/benchmarks/local_steps.py, jobs/benchmarks/lost_host.py
 # Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
 # Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
 # Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/survival.py, jobs/benchmarks/tcp.py
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvdx.jobs.benchmarks import gpu, harness, record_update, wire
+from hvdx.jobs.benchmarks import gpu, harness, lost_host, record_update, wire
 from tests.launch import ROOT, run
 
 _SECONDS = 120
@@ -89,6 +89,12 @@ def test_recorded_updates_are_measured(tmp_path):
     small = ["--data", "digits", "--hidden", "4", "--batch", "8", "--step", "2", "--densities", "0.1"]
     assert record_update.main([*small, "--output", file]) == 0
     assert [row["step"] for row in wire.measure_recorded(file)["all"]] == [2]
+
+
+def test_benchmark_of_a_lost_host_says_what_it_takes(capsys, monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 1)
+    assert lost_host.main([]) == 1
+    assert "expected root, and sshd" in capsys.readouterr().err
 
 
 def test_benchmark_of_a_gpu_says_that_there_is_none(capsys):
