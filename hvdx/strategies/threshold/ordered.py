@@ -280,7 +280,7 @@ class OrderedExchange(HostExchange):
                 applying = time.monotonic()
                 self._apply()
                 spent += time.monotonic() - applying
-                if not self._mailbox.is_whole(session):
+                if session.members != list(self._comm.world_ranks) or not self._mailbox.is_whole(session):
                     self._meet(finished=False)
                     session = self._open
                 with self._mailbox.lock:
@@ -303,11 +303,11 @@ class OrderedExchange(HostExchange):
         return max(time.monotonic() - begin - spent, 0.0) if waits else 0.0
 
     def _report(self, what: str, seconds: float, ranks: Sequence[int]) -> str:
-        members = self._open.members
+        members, me = self._open.members, self._open.replica.rank
         numbers = [str(members[r]) for r in ranks]
         named = f" for rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else " for the network"
         return (
-            f"{what}: rank {members[self._comm.rank]} has been waiting for {seconds:.0f} s{named}. Check the last "
+            f"{what}: rank {members[me]} has been waiting for {seconds:.0f} s{named}. Check the last "
             f"output there. {LIMIT_VARIABLE}=seconds sets the time limit."
         )
 
@@ -334,11 +334,11 @@ class OrderedExchange(HostExchange):
             size = payload.words[_SAMPLE]
             if size:
                 self._samples[sender] = payload.body[:size].view(np.float16)
-            if sender == self._comm.rank:
+            if sender == self._open.replica.rank:
                 *_, base = self._own.popleft()
                 self.telemetry.staleness.add(self._updates - base)
-                if len(self._samples) == self._comm.size:
-                    self.encoder.noise.observe(np.stack([self._samples[r] for r in range(self._comm.size)]))
+                if len(self._samples) == self._open.replica.size:
+                    self.encoder.noise.observe(np.stack([self._samples[r] for r in range(self._open.replica.size)]))
 
     def _add(self, messages: Sequence[tuple[int, Payload]], out: np.ndarray) -> None:
         """Add messages of the same factor, each with its sender, to an array, one after the other."""
@@ -364,7 +364,7 @@ class OrderedExchange(HostExchange):
         self._returned = self._buffer()
         np.copyto(self._returned, self._mirror)
         for payload, *_ in self._own:
-            self._add([(self._comm.rank, payload)], self._returned)
+            self._add([(self._open.replica.rank, payload)], self._returned)
 
     def _buffer(self) -> np.ndarray:
         if self._ahead is None:
