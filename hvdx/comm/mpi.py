@@ -126,6 +126,7 @@ class MpiComm(Comm):
 
     Attributes:
         group: `MPI.Comm` of the ranks in this communicator.
+        mailbox_group: `MPI.Comm` of the mailboxes, to which servers belong too; None before the first mailbox.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class MpiComm(Comm):
         self.servers, self.serves = servers, everyone.Get_rank() >= everyone.Get_size() - servers
         progress.serve(self.serves)
         self._workers = everyone.Get_size() - servers
-        self._mailbox_group: MPI.Comm | None = everyone.Dup() if servers else None
+        self.mailbox_group: MPI.Comm | None = everyone.Dup() if servers else None
         self.group = everyone.Split(int(self.serves), everyone.Get_rank()) if servers else everyone
         self._alive = alive
         self._channel = MpiChannel(self.group, "a collective", alive=alive)
@@ -205,7 +206,7 @@ class MpiComm(Comm):
         some.group, some.hosts = group, hosts
         some._channel = MpiChannel(group, "a collective", alive=self._alive)
         some.rank, some.size = some._channel.rank, some._channel.size
-        some._workers, some._flags, some._mailbox_group = some.size, None, None
+        some._workers, some._flags, some.mailbox_group = some.size, None, None
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[some.rank]]
         some.local_rank, some.local_size = mine.index(some.rank), len(mine)
         peers = [rank for rank in range(some.size) if list(hosts[:rank]).count(hosts[rank]) == some.local_rank]
@@ -221,18 +222,18 @@ class MpiComm(Comm):
         some.rank, some.size = some._channel.rank, some._channel.size
         some.hosts = [self.hosts[rank] for rank in some.parent_ranks]
         some.servers, some._workers = 0, some.size
-        some._mailbox_group = some._flags = some._watchdog = some.mesh = None
+        some.mailbox_group = some._flags = some._watchdog = some.mesh = None
         return some
 
     def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
-        if self._mailbox_group is None:
+        if self.mailbox_group is None:
             group, request = self.group.Idup()
-            self._mailbox_group = group
+            self.mailbox_group = group
             if not until(request.Test, time_limit()):
                 raise ExchangeError(
                     f"opening a mailbox: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE})."
                 )
-        return MpiMailbox(self._mailbox_group, box, buffer_for)
+        return MpiMailbox(self.mailbox_group, box, buffer_for)
 
     def any_true(self, mine: bool) -> bool:
         if self._flags is None:

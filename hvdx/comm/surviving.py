@@ -148,9 +148,9 @@ class SurvivingComm(Comm):
         self._places: dict[int, tuple[int, int]] = dict(zip(self._members, places, strict=True))
         self.library = everyone.library
         count = spares.wanted(everyone.size)
-        if servers:
+        if everyone.mailbox_group is not None:
             self._refuse_spares(count)
-            self._mail = self._make_mail(MPI.COMM_WORLD.Dup(), range(launch.size or 1))
+            self._mail = self._make_mail(everyone.mailbox_group, range(launch.size or 1))
             if self.serves:
                 supervision.report("server", rank=launch.rank)
         if count:

@@ -363,6 +363,23 @@ def refuse_unless_it_survives(strategy: Strategy, comm: Comm) -> None:
         )
 
 
+def refuse_several(several: bool, name: str) -> None:
+    """Refuse several exchanges at once whose ranks meet after a death: they could be in different ones.
+
+    Args:
+        several: whether there are others; the same on all ranks.
+        name: spelling of the strategy.
+
+    Raises:
+        ConfigError: on all ranks, if there are.
+    """
+    if several:
+        raise ConfigError.on_all_ranks(
+            f"HVDX_SURVIVE=1: {name}: expected one optimiser with one list of variables, got several. Do: hvdx run "
+            "--max-restarts N in place of --survive."
+        )
+
+
 def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
     """Raise an error unless all ranks were given the same strategy. Collective.
 

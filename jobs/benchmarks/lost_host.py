@@ -22,7 +22,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hvdx.cli.common.processes import kill_group, start_group
 from hvdx.cli.emulation import namespaces, network
+from hvdx.comm.waiting import until
 from hvdx.jobs.benchmarks import harness
 from hvdx.jobs.benchmarks.harness import Row, figure
 
@@ -108,10 +110,7 @@ def _lose(way: str, path: str) -> int:
         command = [sys.executable, "-m", "hvdx", "run", *options, "--max-restarts", "3"]
         environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
         began = time.monotonic()
-        job = subprocess.Popen(
-            [*command, sys.executable, __file__, "--train", str(steps)], env=environ, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+        job = start_group([*command, sys.executable, __file__, "--train", str(steps)], environ, merged=True)
         reader = threading.Thread(target=_read, args=(job, said), daemon=True)
         reader.start()
         try:
@@ -120,8 +119,7 @@ def _lose(way: str, path: str) -> int:
             _cut() if way == WAYS[0] else _stop(hosts[_LOST - 1])
             later = _await(lambda: _steps(steps, 2), _AFTER, job, said)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
+            kill_group(job)
         known = next(at for at, line in said if re.search(rf"host {_HOSTS[_LOST - 1]} is lost", line))
         figures = {
             "way": way, "known": known - lost, "again": later[0] - lost, "start": first[0] - began, "before": 3,
@@ -140,9 +138,9 @@ def _serve_ssh(folder: Path, hosts: list[network.Host]) -> None:
     (folder / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"\n')
     (folder / "ssh").chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)
+    agent = network.agent(hosts)
     for host in hosts:
-        inside = ["nsenter", "--target", str(host.keeper.pid), "--net", "--uts", "--mount"]
-        subprocess.run([*inside, "/usr/sbin/sshd", "-f", str(folder / "sshd_config")], check=True)
+        subprocess.run([agent, host.name, f"/usr/sbin/sshd -f {folder}/sshd_config"], check=True)
 
 
 def _cut() -> None:
@@ -173,11 +171,9 @@ def _steps(path: Path, workers: int) -> list[float]:
 def _await(
     times: Callable[[], list[float]], count: int, job: "subprocess.Popen[str]", said: list[tuple[float, str]]
 ) -> list[float]:
-    end = time.monotonic() + _LIMIT / 2
-    while len(found := times()) < count:
-        if time.monotonic() > end or job.poll() is not None:
-            sys.exit(f"expected {count} steps, got {len(found)}:\n{''.join(line for _, line in said)}")
-        time.sleep(0.05)
+    until(lambda: len(times()) >= count or job.poll() is not None, _LIMIT / 2)
+    if len(found := times()) < count:
+        sys.exit(f"expected {count} steps, got {len(found)}:\n{''.join(line for _, line in said)}")
     return found
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from hvdx.jobs.benchmarks import harness
 from hvdx.jobs.benchmarks.harness import Row, figure
+from hvdx.strategies import parse
 
 STRATEGIES = (
     *("all_reduce:engine=mpi", "parameter_averaging:period=4,engine=mpi", "threshold:period=2"),
@@ -360,7 +361,7 @@ def _is_possible(place: str, kind: str) -> bool:
 def _deaths(case: Row) -> Row:
     """Return the seconds after each death, and whether all weights are equal at the end."""
     # Where workers do not wait for each other, some take few of the steps.
-    steps = 12 if case["strategy"] in STRATEGIES[:3] else 48
+    steps = 48 if parse(case["strategy"]).asynchronous else 12
     setting = {"strategy": case["strategy"], "steps": steps, "deaths": case["deaths"]}
     ranks = case["ranks"]
     ended = harness.launch(__file__, setting, ranks, limit=_LIMIT, start=_start(ranks, survives=True))

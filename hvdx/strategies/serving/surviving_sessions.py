@@ -6,8 +6,8 @@ from typing import TypeVar
 import numpy as np
 
 from hvdx.comm import Message
-from hvdx.errors import ConfigError
 from hvdx.log import Log
+from hvdx.strategies.base import refuse_several
 from hvdx.strategies.serving.client import Call, Replace
 from hvdx.strategies.serving.messages import MessageType
 from hvdx.strategies.serving.worker_sessions import Shard, WorkerSessions, answered
@@ -35,11 +35,8 @@ class SurvivingSessions(WorkerSessions):
 
     def open(self) -> None:
         self._workers = self._comm.size
-        if any(other is not self for other in self._client.exchanges.values()):
-            raise ConfigError.on_all_ranks(
-                "HVDX_SURVIVE=1: parameter_server: expected one optimiser with one list of variables, got several. Do: "
-                "hvdx run --max-restarts N in place of --survive."
-            )
+        others = any(other is not self for other in self._client.exchanges.values())
+        refuse_several(others, "parameter_server")
         self._open_together(self.shards)
 
     def _open_together(self, shards: Sequence[Shard]) -> None:

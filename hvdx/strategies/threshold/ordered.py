@@ -12,8 +12,8 @@ from hvdx.comm import Comm, progress
 from hvdx.comm.alignment import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
 from hvdx.costs.link import probe
-from hvdx.errors import ConfigError, ExchangeError, UpdateError, WireError
-from hvdx.strategies.base import TensorSpec, views
+from hvdx.errors import ExchangeError, UpdateError, WireError
+from hvdx.strategies.base import TensorSpec, refuse_several, views
 from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
@@ -375,11 +375,7 @@ class OrderedExchange(HostExchange):
 
     def _begin_together(self, weights: Sequence[np.ndarray]) -> None:
         """Begin a session with the weights of rank 0, while ranks may die. Collective."""
-        if self._mailbox.has_others(self._open):
-            raise ConfigError.on_all_ranks(
-                "HVDX_SURVIVE=1: threshold:max_staleness=inf: expected one optimiser with one list of variables, got "
-                "several. Do: hvdx run --max-restarts N in place of --survive."
-            )
+        refuse_several(self._mailbox.has_others(self._open), "threshold:max_staleness=inf")
         self._session = self._registered(self._open.number)  # of the ranks that live now
         _fill(self._mirror, [np.asarray(w) for w in self._comm.broadcast(weights, 0, "the weights")], self.specs)
         self._mailbox.start(self._session)

@@ -10,6 +10,7 @@ from hvdx.cli.common.mpi_tools import Mpi
 from hvdx.cli.common.reachable import check_hosts
 from hvdx.cli.main import main
 from hvdx.errors import LaunchError
+from tests.cli import stand_in
 
 SSH = """#!/bin/sh
 for host; do shift; [ "$#" = 1 ] && break; done
@@ -25,11 +26,7 @@ esac
 
 @pytest.fixture
 def ssh(tmp_path, monkeypatch):
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for name in reachable._OTHER_WAYS:
-        monkeypatch.delenv(name, raising=False)
+    stand_in.ssh(SSH, tmp_path, monkeypatch)
     monkeypatch.setattr(reachable, "_ANSWER", 1.0)
 
 

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from hvdx.cli.common import reachable
 from hvdx.cli.supervising import lifelines
 from hvdx.cli.supervising.attempt import Signals, run_attempt
 from hvdx.cli.supervising.failure import Failure, find_failure
 from hvdx.cli.supervising.lifelines import Lifelines
+from tests.cli import stand_in
 
 # Connections to a host break when there is a file of its name and "broken"; it answers unless there is one with "gone".
 SSH = """#!/bin/sh
@@ -27,11 +27,7 @@ fi
 @pytest.fixture
 def ssh(tmp_path, monkeypatch):
     """Return a function that makes a file of a host; it returns the path."""
-    (tmp_path / "ssh").write_text(SSH)
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for name in reachable._OTHER_WAYS:
-        monkeypatch.delenv(name, raising=False)
+    stand_in.ssh(SSH, tmp_path, monkeypatch)
     monkeypatch.setattr(lifelines, "_AGAIN", 0.05)
     return lambda host, what: tmp_path / f"ssh-{host}-{what}"
 
