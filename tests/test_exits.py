@@ -33,7 +33,7 @@ model.fit(x, y, batch_size=4, epochs=1000, verbose=0, callbacks=[hvdx.keras.Dist
 SERVERS = "parameter_server:servers=colocated"
 CASES = [
     ("all_reduce", 3, False, 3),
-    ("all_reduce", 0, False, 1),
+    ("all_reduce:engine=horovod", 0, False, 1),
     ("all_reduce", "no data", True, 1),
     ("threshold:tau=0.1", 3, False, 3),
     ("threshold:tau=0.1", 0, False, 1),

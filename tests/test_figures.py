@@ -107,10 +107,6 @@ def ranged(values: Sequence[float], middle: Callable[[Sequence[float]], float]) 
     return middle(values), min(values), max(values)
 
 
-def large_steps(document: Row) -> list[Row]:
-    return [row for row in document["rows"] if row["parameters"] > 1e7]
-
-
 def first_steps(document: Row) -> list[Row]:
     return [{"median": median(s), "range": (min(s), max(s))} for s in document["seconds"].values()]
 
@@ -308,6 +304,10 @@ def split(document: Row) -> list[Row]:
     )
 
 
+def dense(document: Row) -> list[Row]:
+    return with_figures(document["rows"], relative=lambda row: row["mpi"] / row["horovod"] if row["horovod"] else None)
+
+
 def split_memory(document: Row) -> list[Row]:
     one = document["rows"][0]["resident"]
     return with_figures(document["rows"], relative=lambda row: row["resident"] / one)
@@ -328,18 +328,6 @@ STRATEGIES = {
 # "name[1]" an element, "name*100" a product. Tables of a page with the same headers may use the rows of each other's
 # files.
 SPECIFICATION = r"""
-benchmarks/README.md step-2M.json rows
-variant | on the wire | steps | median ms | ratio | its quartiles
-- | - | steps | median_ms | ratio | ratio_quartiles
-
-benchmarks/README.md step-mpi.json rows
-variant | on the wire | median ms | ratio | its quartiles
-- | - | median_ms | ratio | ratio_quartiles
-
-benchmarks/README.md step.json large_steps
-variant | on the wire | median ms | ratio | its quartiles
-- | - | median_ms | ratio | ratio_quartiles
-
 benchmarks/README.md first-step.json first_steps
 first step | median | range
 - | median | range
@@ -368,9 +356,17 @@ benchmarks/README.md densities.json seconds_by_way
 density | median | smallest to largest
 - | median | range
 
-benchmarks/README.md dense.json rows
-hosts | link | limit | MPI | alone | hvdx over MPI | over Horovod | DDP alone | DDP (gloo)
-hosts | bandwidth | limit | MPI | alone | mpi | horovod | DDP alone | DDP
+benchmarks/README.md dense.json dense
+workers | gradients | alone | hvdx over MPI | over Horovod | DDP (gloo) | MPI / Horovod
+per_host | - | alone | mpi | horovod | DDP | relative
+
+benchmarks/README.md dense.json dense
+hosts x workers | link | limit | MPI | alone | hvdx over MPI | over Horovod | DDP alone | DDP (gloo)
+- | bandwidth | limit | MPI | alone | mpi | horovod | DDP alone | DDP
+
+benchmarks/README.md dense.json dense
+hosts | link | limit | hvdx over MPI, bf16
+hosts | bandwidth | limit | mpi
 
 benchmarks/README.md overlap.json rows
 link | exchange | computing | at once | in buckets | in buckets / the longer

@@ -234,14 +234,12 @@ def _machine(args: argparse.Namespace, elements: int) -> "Machine":
 def _setting(
     args: argparse.Namespace, count: int, link: "Link", machine: "Machine", slow: dict[int, float], workload: "Workload"
 ) -> "Setting":
-    from hvdx.costs.measure import engine_for
     from hvdx.costs.model import Situation
     from hvdx.simulation.training import Setting
 
     sizes = tuple(s.elements for s in workload.specs)
-    engine = engine_for(-(-count // args.workers_per_host))
     situation = Situation(
-        count, sizes, args.computing, link, machine, engine, args.batch, 1.0, per_host=args.workers_per_host
+        count, sizes, args.computing, link, machine, batch=args.batch, slots=1.0, per_host=args.workers_per_host
     )
     running = _RUN_MADE if args.elements is not None else _RUN if count > _ALL_RUN else None
     return Setting(situation, args.steps, slow, args.jitter, args.core_speed, running, args.seed)

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from hvdx.comm.alignment import aligned
 
 Wire = Literal["none", "fp16", "bf16"]
-#: Transport of tensors in the graph. "auto" is MPI on the host between hosts, and Horovod within
-#: a host or with NCCL, if all ranks have it.
+#: Transport of tensors in the graph. "auto" is Horovod if it sends the tensors of GPUs by NCCL on all ranks, else MPI.
 Engine = Literal["auto", "horovod", "mpi"]
 #: Function from an array and a dtype to a new array of that dtype.
 Cast = Callable[[np.ndarray, np.dtype], np.ndarray]

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +44,8 @@ class HostGraphComm(TensorComm):
         self._dense, self._made = DenseSums(comm), comm.recoveries
         # Within a host, an exchange takes the cores that compute the other gradients. A rank that died in the middle of
         # a bucket would leave the others at different buckets.
-        between_hosts = len(set(comm.hosts)) > 1 and not comm.survives
-        self._overlaps = between_hosts and not comm.any_true(_operations_at_once() == 1)
+        self._leaves_host = len(set(comm.hosts)) > 1
+        self._overlaps = self._leaves_host and not comm.survives and not comm.any_true(_operations_at_once() == 1)
         self._behind = BucketThread(self._sums_once)
 
     def complete(self, work: Callable[[], T]) -> T:
@@ -89,7 +90,8 @@ class HostGraphComm(TensorComm):
                 f"device: expected none where MPI combines tensors, got {how.device or how.device_sparse!r}. Do: leave "
                 "device and device_sparse out, or build Horovod: hvdx build-horovod"
             )
-        return super().all_reduce(tensors, how, name)
+        # Within a host nothing is sent, and a cast would cost time and digits.
+        return super().all_reduce(tensors, how if self._leaves_host else replace(how, wire="none"), name)
 
     def reduce_group(self, tensors: list[tf.Tensor], how: Reduction, name: str) -> list[tf.Tensor]:
         before = how.predivide if how.average else 1.0

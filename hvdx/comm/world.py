@@ -1,17 +1,15 @@
 """Communicators of this process, shared by all modules.
 
 `start` starts MPI, which carries exchanges on the host. Horovod starts with the first exchange inside a TensorFlow
-graph, because its thread polls and takes a large part of a core from the training. Between hosts, or if Horovod is not
-installed, MPI also carries tensors.
+graph, because its thread polls and takes a large part of a core from the training. MPI also carries tensors, unless
+Horovod can send those of GPUs directly.
 """
 
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 
-from hvdx.cache import cache_folder
 from hvdx.comm import failure, mesh, mpi, surviving
 from hvdx.comm.base import Comm, Engine, GraphComm
 from hvdx.comm.launcher import Launch, detect, usable_cores
@@ -36,8 +34,6 @@ _servers_ended = False
 _graph_calls = 0
 # The option `split` of `init`; None if it was not given.
 _split: int | str | None = None
-# File in the cache folder: this machine has been told that Horovod is not installed.
-_TOLD = "told-about-horovod"
 
 
 def start(servers: int = 0) -> Comm:
@@ -138,7 +134,7 @@ def graph(rarely: bool = False, engine: Engine = "horovod") -> GraphComm:
     if comm.survives:
         engine = "mpi"
     if engine == "auto":
-        engine = _chosen = _chosen or _choose(comm, _horovod_is_installed(), _horovod_uses_nccl)
+        engine = _chosen = _chosen or _choose(comm, *_horovod_and_gpus())
     if engine not in _graphs:
         group = comm.group if isinstance(comm, mpi.MpiComm) and comm.servers else None
         _graphs[engine] = _horovod(_launch, rarely, group) if engine == "horovod" else _host_graph(comm)
@@ -165,45 +161,41 @@ def graph_of_peers(rarely: bool = False, engine: Engine = "horovod") -> GraphCom
     return _peer_graphs[key]
 
 
-def _choose(comm: Comm, has_horovod: bool, uses_nccl: Callable[[], bool]) -> Engine:
-    """Choose the engine for "auto", and print on rank 0 why Horovod is not used. Collective.
+def _choose(comm: Comm, installed: bool, gpus: bool, nccl: bool) -> Engine:
+    """Choose the engine for "auto", and print on rank 0 what another one would need. Collective.
 
     Args:
-        has_horovod: whether Horovod is installed for this rank.
-        uses_nccl: function that loads Horovod and returns whether it sends GPU tensors directly.
+        installed: whether Horovod is installed for this rank.
+        gpus: whether TensorFlow has GPUs on this rank.
+        nccl: whether Horovod sends the tensors of GPUs directly on this rank.
     """
-    everyone = comm.all_gather_object(has_horovod, "the choice of an engine")
-    if all(everyone):
-        if len(set(comm.hosts)) == 1 or not comm.any_true(not uses_nccl()):
-            return "horovod"
-        if comm.rank == 0:
-            _log.info("MPI exchanges the tensors between hosts, faster than Horovod; engine='horovod' uses Horovod.")
-        return "mpi"
-    if comm.rank == 0 and (any(everyone) or _first_time()):
-        where = f" on rank {everyone.index(False)}" if any(everyone) else ""
+    everyone = comm.all_gather_object((installed, gpus, nccl), "the choice of an engine")
+    direct = [sends for _, _, sends in everyone]
+    if all(direct):
+        return "horovod"
+    if comm.rank == 0 and any(direct):
+        _log.info(f"Horovod has no NCCL on rank {direct.index(False)}, so MPI on the host exchanges the tensors.")
+    elif comm.rank == 0 and gpus:
         _log.info(
-            f"Horovod is not installed{where}, so MPI on the host exchanges the tensors. "
-            "`hvdx build-horovod` adds collectives that run inside the TensorFlow graph, without calls of Python."
+            "MPI on the host exchanges the tensors, which leave the GPU for it. Horovod with NCCL sends them directly: "
+            "hvdx build-horovod --gpu nccl"
         )
+    elif comm.rank == 0 and installed:
+        _log.info("MPI exchanges the tensors, faster than Horovod on CPUs; engine='horovod' uses Horovod.")
     return "mpi"
 
 
-def _first_time() -> bool:
-    """Return whether this machine has not been told yet that Horovod is not installed; True if that is unknown."""
-    try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        (cache_folder() / _TOLD).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder.
-        pass
-    return True
+def _horovod_and_gpus() -> tuple[bool, bool, bool]:
+    """Return whether Horovod is installed, whether TensorFlow has GPUs, and whether Horovod sends their tensors."""
+    import tensorflow as tf
 
-
-def _horovod_uses_nccl() -> bool:
+    installed, gpus = _horovod_is_installed(), bool(tf.config.list_physical_devices("GPU"))
+    if not (installed and gpus):
+        return installed, gpus, False
+    # Horovod is loaded only here. It raises an error if it does not fit, as training must not become slower unnoticed.
     from hvdx.comm.horovod import load
 
-    return bool(load().nccl_built())
+    return installed, gpus, bool(load().nccl_built())
 
 
 def _horovod_is_installed() -> bool:

@@ -1,7 +1,6 @@
-"""Measurement of this machine: codec, memory, TCP within it, and the engine that is installed."""
+"""Measurement of this machine: codec, memory, and TCP within it."""
 
 import functools
-import importlib.util
 import socket
 import threading
 import time
@@ -9,7 +8,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvdx.comm.base import Engine
 from hvdx.costs.types import Codec, Machine
 
 # Largest number of elements on which a speed is timed; the time of more elements is extrapolated.
@@ -27,15 +25,6 @@ _PINGS, _CARRIED = 200, 1 << 24
 _PARTS, _PART = 64, 256
 # Elements by which the update moves from one step of the measurement of the codec to the next.
 _SHIFT = 12_352
-
-
-def engine_for(hosts: int) -> Engine:
-    """Return the library that `engine="auto"` chooses on CPUs, if all hosts have the packages of this one.
-
-    Args:
-        hosts: number of hosts.
-    """
-    return "horovod" if hosts == 1 and importlib.util.find_spec("horovod") else "mpi"
 
 
 def measure_codec(elements: int, threads: int | None = None) -> Codec:

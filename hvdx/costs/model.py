@@ -65,7 +65,7 @@ class Situation:
     computing: float
     link: Link
     machine: Machine = field(default_factory=Machine)
-    engine: Engine = "horovod"
+    engine: Engine = "mpi"
     batch: int = 0
     slots: float = 0.0
     spread: float = 0.0
@@ -81,6 +81,11 @@ class Situation:
             wanted: "horovod", "mpi" or "auto".
         """
         return self if wanted == "auto" else replace(self, engine=wanted)
+
+    @property
+    def narrows(self) -> bool:
+        """True if the engine sends float16 and bfloat16 where a strategy asks for it; within a host, MPI does not."""
+        return self.engine != "mpi" or self.workers > self.per_host
 
     @property
     def elements(self) -> int:

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -231,9 +231,10 @@ class SimulatedComm(GraphComm):
         return [a.copy() for a in everyone[root]]
 
     def all_reduce(self, tensors: Sequence[Any], how: Reduction, name: str) -> list[Any]:
-        arrays = [np.asarray(t) for t in tensors]
+        arrays, network = [np.asarray(t) for t in tensors], self.group.network
+        how = how if network.situation.narrows else replace(how, wire="none")
         itemsize = max((a.itemsize for a in arrays), default=4) if how.wire == "none" else 2
-        elements, network = sum(a.size for a in arrays), self.group.network
+        elements = sum(a.size for a in arrays)
         found, *_ = self._member.collective(
             f"all_reduce {name}",
             arrays,

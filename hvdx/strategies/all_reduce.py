@@ -36,8 +36,7 @@ class AllReduce(Strategy):
         device_sparse: device of the collectives of gathered rows.
         engine: "horovod": a ring all-reduce in the TensorFlow graph. "mpi": each rank adds up a part of the gradients
             on the host, in float32 and in rank order, and sends the result to the others; the number of bytes is the
-            same. "auto": MPI between hosts, and Horovod within a host or if it was built with NCCL; MPI if a rank
-            lacks Horovod.
+            same. "auto": Horovod if it sends the tensors of GPUs by NCCL on all ranks, else MPI.
 
     Raises:
         ConfigError: if an option is unknown or has a wrong value.
@@ -95,8 +94,8 @@ class AllReduce(Strategy):
         )
 
     def predict(self, situation: Situation) -> Prediction:
-        itemsize = 4 if self.compression == "none" else 2
         situation = situation.with_engine(self.engine)
+        itemsize = 2 if self.compression != "none" and situation.narrows else 4
         if self.sparse == "dense":
             situation = replace(situation, tables=())
         whole = situation.elements - sum(table.parameters for table in situation.tables)

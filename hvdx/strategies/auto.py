@@ -3,17 +3,17 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.comm.launcher import kernel_threads, own_cores
 from hvdx.costs.link import probe
-from hvdx.costs.measure import engine_for, measure_codec
+from hvdx.costs.measure import measure_codec
 from hvdx.costs.model import Situation
 from hvdx.costs.sizes import ring_bytes
-from hvdx.costs.types import Codec, Link, Prediction
+from hvdx.costs.types import Codec, Link, Machine, Prediction
 from hvdx.log import Log
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.base import Exchange, Strategy, TensorSpec, views
@@ -90,10 +90,12 @@ class Auto(Strategy):
     ) -> tuple[Strategy, str]:
         """Return the successor and the reason, after steps that take these seconds to compute."""
         tensors = tuple(spec.elements for e in trials for spec in e.specs)
-        engine = "mpi" if comm.survives else engine_for(len(set(comm.hosts)))
-        facts: Any = {"engine": engine, "cores": own_cores(comm.local_size)}
         # The link of all ranks was measured with the messages of all, also of those that share a host.
-        situation = Situation(comm.size, tensors, seconds, trials[0].network, **facts)
+        link = trials[0].network
+        situation = Situation(comm.size, tensors, seconds, link, cores=own_cores(comm.local_size))
+        if len(set(comm.hosts)) == 1:
+            machine = Machine(message=link.latency, transport=link.bandwidth)
+            situation = replace(situation, machine=machine, per_host=comm.size)
         chosen, reason = self.decide(situation, kernel_threads(comm.local_size))
         if isinstance(chosen, Threshold) and not updates:
             chosen = Threshold(placement="gradient", overhead=chosen.overhead)

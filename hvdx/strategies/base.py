@@ -67,7 +67,7 @@ class Strategy(abc.ABC):
         runs: "graph": the exchange is traced as part of the TensorFlow graph, and processes tensors. "host": it
             processes host arrays, between two parts of the graph.
         engine: library that carries the tensors of an exchange in the graph: "horovod"; "mpi", on the host; or "auto",
-            which is MPI between hosts and Horovod within a host or with NCCL, if it is installed on all ranks.
+            which is Horovod if it sends the tensors of GPUs by NCCL on all ranks, else MPI.
         schedule: steps at which the exchange runs, as pairs (first step, period) in increasing order of the steps; the
             first pair begins at step 0. Only exchanges of weights in the graph may differ from `EACH_STEP`.
         asynchronous: whether a rank exchanges without waiting for the others. `step_client` then returns the client

@@ -14,7 +14,7 @@ from hvdx.comm.host_graph import HostGraphComm, on_host
 from hvdx.comm.local import virtual_world
 from hvdx.errors import ConfigError, HorovodError
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS
-from tests.strategies.virtual import on_all
+from tests.strategies.virtual import on_all, on_hosts
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def test_virtual_ranks_pass(check, size):
     on_all(size, lambda comm: check(HostGraphComm(comm)))
 
 
-def reduced(tensors, how, size=2):
-    """Return the result of each rank for its tensors(rank)."""
-    return on_all(size, lambda comm: HostGraphComm(comm).all_reduce(tensors(comm.rank), how, "test"))
+def reduced(tensors, how, hosts="aa"):
+    """Return the result of each rank, on hosts of these names, for its tensors(rank)."""
+    return on_hosts(hosts, lambda comm: HostGraphComm(comm).all_reduce(tensors(comm.rank), how, "test"))
 
 
 def test_mixed_dtypes_are_preserved():
@@ -41,7 +41,7 @@ def test_mixed_dtypes_are_preserved():
         return [tf.fill([2], tf.cast(rank + 1, dtype)) for dtype in (tf.float64, tf.float16, tf.float32, tf.bfloat16)]
 
     for wire in ("none", "fp16", "bf16"):
-        for got in reduced(tensors, Reduction(wire=wire)):
+        for got in reduced(tensors, Reduction(wire=wire), "ab"):
             assert [t.dtype for t in got] == [t.dtype for t in tensors(0)]
             np.testing.assert_array_equal([t.numpy().astype(float) for t in got], np.full((4, 2), 1.5))
 
@@ -60,19 +60,27 @@ def test_values_have_the_wire_dtype_and_their_sum_is_rounded_once(wire, dtype):
         return [tf.constant(np.random.default_rng(rank).normal(size=100), tf.float32)]
 
     wide = sum(tensors(rank)[0].numpy().astype(dtype).astype(np.float32) for rank in range(3))
-    for (got,) in reduced(tensors, Reduction(average=False, wire=wire), 3):
+    for (got,) in reduced(tensors, Reduction(average=False, wire=wire), "abc"):
         np.testing.assert_array_equal(got.numpy(), wide.astype(dtype).astype(np.float32))
 
 
+def test_nothing_is_cast_within_a_host():
+    rows = tf.IndexedSlices(tf.constant([[1 + 2.0**-20]]), tf.constant([0]), tf.constant([1, 1]))
+    for wire in ("fp16", "bf16"):
+        for dense, gathered in reduced(lambda rank: [rows.values, rows], Reduction(wire=wire)):
+            assert dense.numpy()[0, 0] == 1 + 2.0**-20
+            assert gathered.values.numpy().tolist() == [[(1 + 2.0**-20) / 2]] * 2
+
+
 def test_predivided_mean_fits_into_float16_although_the_values_do_not():
-    for (got,) in reduced(lambda rank: [tf.fill([2], 1e5 * rank)], Reduction(wire="fp16", predivide=4.0)):
+    for (got,) in reduced(lambda rank: [tf.fill([2], 1e5 * rank)], Reduction(wire="fp16", predivide=4.0), "ab"):
         np.testing.assert_allclose(got.numpy(), 5e4, rtol=1e-3)
 
 
 def test_device_is_refused_with_a_remedy():
     for how in (Reduction(device="GPU:0"), Reduction(device_sparse="GPU:0")):
         with pytest.raises(ConfigError, match=r"device: expected none .* got 'GPU:0'.*hvdx build-horovod"):
-            reduced(lambda rank: [tf.zeros(1)], how, 1)
+            reduced(lambda rank: [tf.zeros(1)], how, "a")
 
 
 @pytest.mark.parametrize("call", [lambda c: c.subset([0]), lambda c: c.all_to_all(tf.zeros([1]), [1], "test")])

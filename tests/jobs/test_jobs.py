@@ -1,8 +1,7 @@
 """The small jobs, run as their docstrings show: on one rank, on several ranks, and under horovodrun."""
 
-# Tests: jobs/benchmarks/step.py, jobs/horovod_keras_digits.py, jobs/linear_regression.py, jobs/parabola.py
+# Tests: jobs/horovod_keras_digits.py, jobs/linear_regression.py, jobs/parabola.py
 
-import json
 import os
 import re
 import sys
@@ -75,20 +74,3 @@ def test_linear_regression_under_horovodrun_with_uneven_shares():
     assert result.code == 0, result
     assert "401 examples on 2 workers of 200 to 201 examples" in result.out
     assert "same parameters as one machine" in result.out
-
-
-@pytest.mark.parametrize("ranks", [2])
-def test_bench_step_compares_every_variant(ranks, tmp_path):
-    file = tmp_path / "steps.json"
-    options = ["--sizes", "20k", "--rounds", "2", "--steps", "2", "--seconds", "2", "--json", str(file)]
-    result = run(ranks, ["jobs/benchmarks/step.py", *options], timeout=_SECONDS)
-    assert result.code == 0, result
-    rows = json.loads(file.read_text())["rows"]
-    variants = {(row["variant"], row["wire"]) for row in rows}
-    assert ("no communication, hand-written loop", "-") in variants
-    if ranks > 1:
-        assert ("hvdx, model.fit with Distribute", "float32") in variants
-        assert ("hvdx, DistributedOptimizer over MPI", "bfloat16") in variants
-        assert ("Horovod, hand-written loop", "float16") in variants
-        (raw,) = [r for r in rows if (r["variant"], r["wire"]) == ("Horovod, hand-written loop", "float32")]
-        assert raw["ratio"] == 1.0

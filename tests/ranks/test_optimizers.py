@@ -54,9 +54,9 @@ def test_distribute_equals_one_process_with_the_whole_batch(name):
 @pytest.mark.graph(every=True)
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("options", ["", ",groups=3", ",compression=bf16"])
-def test_mpi_in_place_of_horovod_equals_one_process_with_the_whole_batch(options):
+def test_horovod_equals_one_process_with_the_whole_batch(options):
     tolerance = 3e-2 if "bf16" in options else 2e-5
-    distribute = hvd.Distribute(f"all_reduce:engine=mpi{options}")
+    distribute = hvd.Distribute(f"all_reduce:engine=horovod{options}")
     trained_like_one_process(OPTIMIZERS["momentum"], tolerance=tolerance, distribute=distribute)
 
 
@@ -73,9 +73,9 @@ def test_mpi_keeps_the_order_of_two_optimizers_and_their_loss_scales():
 
 @pytest.mark.graph
 @pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize("spec", ["all_reduce:compression=fp16", "all_reduce:compression=bf16", "all_reduce:groups=3"])
-def test_distribute_compressed_keeps_replicas_identical(spec):
-    tolerance = 2e-5 if "groups" in spec else 3e-2
+@pytest.mark.parametrize("options", ["engine=horovod,compression=fp16", "groups=3"])
+def test_distribute_with_options_keeps_replicas_identical(options):
+    spec, tolerance = f"all_reduce:{options}", 2e-5 if "groups" in options else 3e-2
     trained_like_one_process(OPTIMIZERS["momentum"], tolerance=tolerance, distribute=hvd.Distribute(spec))
 
 

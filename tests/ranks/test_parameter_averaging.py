@@ -126,9 +126,9 @@ def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name,
 @pytest.mark.graph(every=True)
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("average_optimizer", [True, False])
-def test_mpi_in_place_of_horovod_averages_the_same(average_optimizer):
+def test_horovod_averages_the_same(average_optimizer):
     model = network(OPTIMIZERS["momentum"]())
-    fit(model, hvdx.ParameterAveraging(3, average_optimizer=average_optimizer, engine="mpi"))
+    fit(model, hvdx.ParameterAveraging(3, average_optimizer=average_optimizer, engine="horovod"))
     assert_close(model, simulated(OPTIMIZERS["momentum"], 3, average_optimizer))
     assert_identical(model.weights)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from hvdx.cli.advising.script import Training
 from hvdx.comm.launcher import usable_cores
-from hvdx.costs.measure import engine_for
 from hvdx.costs.model import Situation, one_worker, split_layers
 from hvdx.costs.types import TERMS, Link, Machine, Prediction
 from hvdx.report.table import WIDTH, fitted, quantity
@@ -98,7 +97,6 @@ def situation_of(
         computing=training.computing,
         link=link,
         machine=machine,
-        engine=engine_for(-(-workers // per_host)),
         # Samples per second are compared, so any batch will do if it is unknown.
         batch=training.batch or 1,
         slots=training.slots,

