@@ -55,6 +55,7 @@ STRATEGIES = {
     "1e-2, density:200": "threshold:target_density=0.01,warmup=density:200",
     "4e-3": "threshold:target_density=0.004",
     "2.8e-3": "threshold:target_density=0.0028",
+    "2.8e-3, lookahead:1500": "threshold:target_density=0.0028,warmup=lookahead:1500",
     "1e-3": "threshold:target_density=0.001",
     "3e-4": "threshold:target_density=0.0003",
     "1e-2, all-gather": "threshold:target_density=0.01,exchange=all_gather",
