@@ -169,8 +169,7 @@ def _choose(comm: Comm, installed: bool, gpus: bool, nccl: bool) -> Engine:
         gpus: whether TensorFlow has GPUs on this rank.
         nccl: whether Horovod sends the tensors of GPUs directly on this rank.
     """
-    everyone = comm.all_gather_object((installed, gpus, nccl), "the choice of an engine")
-    direct = [sends for _, _, sends in everyone]
+    direct = comm.all_gather_object(nccl, "the choice of an engine")
     if all(direct):
         return "horovod"
     if comm.rank == 0 and any(direct):
