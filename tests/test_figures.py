@@ -420,6 +420,10 @@ decentralised.md accuracy-long.json losses
 strategy | bytes of all-reduce | 300 steps | 600 | 900 | 1,200 | 1,500
 - | ratio | loss 0 | loss 1 | loss 2 | loss 3 | end
 
+decentralised.md accuracy-rate.json losses
+strategy, rate 0.002 | bytes of all-reduce | 100 steps | 200 | 300
+- | ratio | loss 1 | loss 3 | end
+
 decentralised.md stragglers.json rows
 workers | strategy | s to 85 % | steps a second, of all workers | mean staleness | % after 2,000 steps
 - | - | seconds | updates_per_second | mean_staleness | last

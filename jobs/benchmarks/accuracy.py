@@ -45,6 +45,8 @@ Tensors = list["tf.Tensor"]
 Training = tuple["keras.Model", list[Iterator[Batch]], int, Callable[[], float]]
 #: Networks that are trained.
 MODELS = ("mlp", "cnn", "lm", "digits")
+#: Learning rate of the transformer. That of the images is the job's.
+RATE = 1e-3
 #: Compared strategies by name.
 STRATEGIES = {
     "dense": "all_reduce",
@@ -79,12 +81,12 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [
         {"model": model, "strategy": name, "spelling": STRATEGIES[name], "seed": seed,
          "workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer,
-         "batch": options.batch, "limit": options.steps, "every": options.every}
+         "batch": options.batch, "limit": options.steps, "every": options.every, "rate": options.rate}
         for model in options.models for seed in range(options.seeds) for name in options.strategies
     ]  # fmt: skip
     for run in runs:
         # Files that were written before there was a choice.
-        for name, value in (("optimizer", "sgd"), ("batch", 64), ("limit", 0), ("every", 0)):
+        for name, value in (("optimizer", "sgd"), ("batch", 64), ("limit", 0), ("every", 0), ("rate", RATE)):
             run.setdefault(name, value)
     missing = [w for w in wanted if not any(w.items() <= run.items() for run in runs)]
     for number, run in enumerate([] if options.show else missing, 1):
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         harness.write(options.json, {"runs": runs})
     chosen = {"workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer}
-    chosen |= {"batch": options.batch, "limit": options.steps, "every": options.every}
+    chosen |= {"batch": options.batch, "limit": options.steps, "every": options.every, "rate": options.rate}
     show([r for r in runs if chosen.items() <= r.items()])
     return 0
 
@@ -115,6 +117,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=0, help="steps between two evaluations; 0 for those of a pass")
     parser.add_argument("--batch", type=int, default=64, help="samples in a step of a worker")
     parser.add_argument("--workers", type=int, default=4, help="number of virtual ranks")
+    parser.add_argument("--rate", type=float, default=RATE, help="learning rate of the transformer's AdamW")
     parser.add_argument(
         "--optimizer", default="sgd", choices=("sgd", "adam"), help="optimiser of images: sgd has momentum 0.9"
     )
@@ -182,7 +185,7 @@ def text(run: harness.Row) -> Training:
     from hvdx.jobs.data import load_text
 
     texts = load_text()
-    network = harness.transformer(1e-3)
+    network = harness.transformer(run["rate"])
 
     def windows(characters: np.ndarray, begins: np.ndarray) -> Batch:
         codes = characters[begins[:, None] + np.arange(harness.CONTEXT + 1)].astype(np.int32)
