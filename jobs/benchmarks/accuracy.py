@@ -78,10 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     file = Path(options.json) if options.json else None
     runs: list[harness.Row] = json.loads(file.read_text())["runs"] if file and file.exists() else []
+    chosen = {"workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer}
+    chosen |= {"batch": options.batch, "limit": options.steps, "every": options.every, "rate": options.rate}
     wanted = [
-        {"model": model, "strategy": name, "spelling": STRATEGIES[name], "seed": seed,
-         "workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer,
-         "batch": options.batch, "limit": options.steps, "every": options.every, "rate": options.rate}
+        {"model": model, "strategy": name, "spelling": STRATEGIES[name], "seed": seed} | chosen
         for model in options.models for seed in range(options.seeds) for name in options.strategies
     ]  # fmt: skip
     for run in runs:
@@ -101,8 +101,6 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
         harness.write(options.json, {"runs": runs})
-    chosen = {"workers": options.workers, "epochs": options.epochs, "optimizer": options.optimizer}
-    chosen |= {"batch": options.batch, "limit": options.steps, "every": options.every, "rate": options.rate}
     show([r for r in runs if chosen.items() <= r.items()])
     return 0
 
