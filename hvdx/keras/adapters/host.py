@@ -181,9 +181,19 @@ class HostAdapter(Adapter):
         moves: bool = True,
     ) -> Sequence[tf.Tensor]:
         """Return `second_moments.sample` of a step if the exchange needs it, else nothing."""
-        if self.strategy.second_moments != "mean" or not second_moments.divides(optimizer):
+        if not self._samples(optimizer):
             return ()
         return second_moments.sample(optimizer, gradients, variables, moves)
+
+    def _sample_sizes(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> list[int]:
+        """Return the number of elements of each array of `_sample`."""
+        return second_moments.counts(gradients, variables) if self._samples(optimizer) else []
+
+    def _samples(self, optimizer: keras.optimizers.Optimizer) -> bool:
+        """Return whether the exchange needs a sample of each step."""
+        return self.strategy.second_moments == "mean" and second_moments.divides(optimizer)
 
     def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
         return any_rank(self.comm, overflowed)

@@ -57,9 +57,13 @@ class PeriodicAdapter(HostAdapter):
             period.begin()
             step()
             period.count(self._first_bad)
-            sample = self._sample(optimizer, gradients, variables)
-            period.expect(sample)
-            return tf.cond(period.is_over, lambda: self._end(period, sample), lambda: tf.constant(False))
+            period.expect(self._sample_sizes(optimizer, gradients, variables))
+            # A sample costs some operations for each variable, and only that of the last step is exchanged.
+            return tf.cond(
+                period.is_over,
+                lambda: self._end(period, self._sample(optimizer, gradients, variables)),
+                lambda: tf.constant(False),
+            )
 
         tf.cond(period.length <= 1, together, alone)
         self._gradients = []
@@ -158,9 +162,9 @@ class _Period:
         # Weights at the begin of the period. They take no memory before the first period of several steps.
         self._base = [_empty(v) for v in variables]
 
-    def expect(self, sample: Sequence[tf.Tensor]) -> None:
-        """Record the sizes of the sample of a step that is traced."""
-        self.samples = [s.shape[0] for s in sample]
+    def expect(self, sizes: Sequence[int]) -> None:
+        """Record the number of elements of each array of a sample."""
+        self.samples = list(sizes)
 
     def begin(self) -> None:
         """In the first step of the period, keep the weights."""

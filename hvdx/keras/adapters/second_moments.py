@@ -57,31 +57,35 @@ def sample(
         One float32 vector per variable, which may be empty. They have `SAMPLE` elements together or a few more, and as
         many from the parts of split layers.
     """
-    counts = _counts(gradients, variables)
+    sizes = counts(gradients, variables)
     step = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
     decay = optimizer.rho if isinstance(optimizer, keras.optimizers.RMSprop) else optimizer.beta_2
     where = step if moves else tf.zeros_like(step)
     correction = 1.0 - decay ** (tf.cast(step, tf.float32) + 1.0)
     return [
         _elements(g, velocity_of(optimizer, v), where, count) * tf.sqrt(correction) if count else tf.zeros(0)
-        for g, v, count in zip(gradients, variables, counts, strict=True)
+        for g, v, count in zip(gradients, variables, sizes, strict=True)
     ]
 
 
-def _counts(gradients: Sequence[Gradient], variables: Sequence[Variable]) -> list[int]:
-    """Return the number of elements in the sample for each variable, in proportion to the sizes of the largest."""
+def counts(gradients: Sequence[Gradient], variables: Sequence[Variable]) -> list[int]:
+    """Return the number of elements in a `sample` of each variable, in proportion to the sizes of the largest.
+
+    Args:
+        gradients, variables: see `sample`.
+    """
     sizes = [
         0 if isinstance(g, tf.IndexedSlices) else math.prod(v.shape) for g, v in zip(gradients, variables, strict=True)
     ]
-    counts = [0] * len(sizes)
+    found = [0] * len(sizes)
     # The sizes of parts of split layers differ between the ranks that exchange whole weights.
     for is_part in (False, True):
         mine = [i for i, v in enumerate(variables) if (part_of(v) is not None) == is_part]
         largest = sorted(mine, key=lambda i: -sizes[i])[:_MOST_VARIABLES]
         total = max(sum(sizes[i] for i in largest), 1)
         for i in largest:
-            counts[i] = min(sizes[i], -(-SAMPLE * sizes[i] // total))
-    return counts
+            found[i] = min(sizes[i], -(-SAMPLE * sizes[i] // total))
+    return found
 
 
 def _elements(gradient: Gradient, velocity: tf.Variable, step: tf.Tensor, count: int) -> tf.Tensor:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import hvdx
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.adapters import second_moments
 from hvdx.keras.adapters.optimizer import attach
 from hvdx.keras.adapters.periodic import PeriodicAdapter
 from tests.ranks.test_contract import Mean, MeanExchange
@@ -133,6 +134,40 @@ def test_different_numbers_of_steps_are_an_error_on_all_ranks():
             steps_of(comm, EveryThird(), constant([1.0] * 3, [1.0] * 2))
 
     on_all(2, run)
+
+
+def test_only_the_last_step_of_a_period_has_a_sample_and_a_flush_has_one_of_zeros(monkeypatch):
+    def counted(optimizer, *rest):
+        sampled.append(int(optimizer.iterations))
+        return original(optimizer, *rest)
+
+    def run(comm):
+        strategy, samples = hvdx.Threshold(target_density=0.1, period=3), []
+        open_, adam = strategy.open, keras.optimizers.Adam(0.1)
+
+        def open_recorded(*args, **kwargs):
+            exchange = open_(*args, **kwargs)
+            take = exchange.take
+
+            def recorded(step_input):
+                samples.append(np.concatenate(step_input.sample))
+                return take(step_input)
+
+            exchange.take = recorded
+            return exchange
+
+        strategy.open = open_recorded
+        steps_of(comm, strategy, constant([1.0] * 6, [3.0] * 6), adam)
+        return samples
+
+    sampled, original = [], second_moments.sample
+    monkeypatch.setattr(second_moments, "sample", counted)
+    for first, end, flushed in on_all(2, run):
+        assert len(first) == len(end) == len(flushed) == 40
+        assert np.all([first, end])
+        assert not np.any(flushed)
+    # Steps 0 and 3 end a period.
+    assert sorted(sampled) == [0, 0, 3, 3]
 
 
 @pytest.mark.parametrize("size", [2, 4])
