@@ -181,7 +181,7 @@ class HostAdapter(Adapter):
         moves: bool = True,
     ) -> Sequence[tf.Tensor]:
         """Return `second_moments.sample` of a step if the exchange needs it, else nothing."""
-        if not self._samples(optimizer):
+        if not self._needs_sample(optimizer):
             return ()
         return second_moments.sample(optimizer, gradients, variables, moves)
 
@@ -189,9 +189,9 @@ class HostAdapter(Adapter):
         self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
     ) -> list[int]:
         """Return the number of elements of each array of `_sample`."""
-        return second_moments.counts(gradients, variables) if self._samples(optimizer) else []
+        return second_moments.counts(gradients, variables) if self._needs_sample(optimizer) else []
 
-    def _samples(self, optimizer: keras.optimizers.Optimizer) -> bool:
+    def _needs_sample(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Return whether the exchange needs a sample of each step."""
         return self.strategy.second_moments == "mean" and second_moments.divides(optimizer)
 
