@@ -55,6 +55,7 @@ STRATEGIES = {
 }
 # Strategies that need no Horovod.
 _DEFAULT = [name for name in STRATEGIES if name != "horovod"]
+_STRATEGIES_HELP = f"strategies on 2 or more hosts: {', '.join(STRATEGIES)}, or others, such as threshold:overhead=0.05"
 # Strategies whose rates are tuned; the others train at that of all-reduce.
 _TUNED = (ALONE, "all-reduce", "averaging")
 # Seed of the runs that tune.
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--models", type=words, default="mlp,lm", metavar="NAME,...", help=f"networks: {', '.join(TASKS)}")
     add("--hosts", type=harness.several(int), default="1,2,4,8", metavar="N,...", help="numbers of emulated hosts")
     add("--bandwidth", type=words, default="100mbit", metavar="RATE,...", help="bandwidths of the links")
-    add("--strategies", type=words, default=",".join(_DEFAULT), metavar="NAME,...", help="strategies on 2 or more")
+    add("--strategies", type=words, default=",".join(_DEFAULT), metavar="NAME,...", help=_STRATEGIES_HELP)
     add("--rates", type=harness.several(float), metavar="X,...", help="learning rates to choose from, for all models")
     add("--computing", type=float, default=100.0, metavar="MS", help="time in which a worker computes its gradients")
     add("--seeds", type=int, default=3, metavar="N", help="number of seeds")
@@ -239,7 +240,8 @@ def train_once(setting: argparse.Namespace) -> harness.Row:
     task = TASKS[setting.model]
     keras.utils.set_random_seed(setting.seed)
     network, data, test = task.build(setting, task)
-    distribute = None if setting.strategy == ALONE else hvdx.keras.Distribute(STRATEGIES[setting.strategy])
+    spelling = STRATEGIES.get(setting.strategy, setting.strategy)
+    distribute = None if setting.strategy == ALONE else hvdx.keras.Distribute(spelling)
     watch = _Watch(task, network, setting.pause, distribute)
     model = paced(network, watch.computed)
     watch.model = model

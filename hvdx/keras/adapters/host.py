@@ -24,7 +24,6 @@ from hvdx.keras.adapters.base import (
     with_values,
 )
 from hvdx.keras.optimizer_state import innermost, slots
-from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import HostExchange, StepInput, Strategy
@@ -166,12 +165,12 @@ class HostAdapter(Adapter):
         if not self.rank_local:
             step()
             return
-        wanted = updates.updates_of(optimizer, step, variables)
+        wanted = [tf.convert_to_tensor(u) for u in updates.updates_of(optimizer, step, variables)]
         gradients, self._gradients = self._gradients, []
         sample = self._sample(optimizer, gradients, variables)
         combined = self._call(wanted, self._first_bad, variables, copy_results=False, sample=sample)
         # The next step of the exchange overwrites the arrays of these tensors.
-        wait_for(_add(variables, combined))
+        wait_for(updates.add(variables, combined))
 
     def _sample(
         self,
@@ -376,12 +375,3 @@ def any_rank(comm: Comm, flag: tf.Tensor) -> tf.Tensor:
     (anywhere,) = on_host(ask, [flag], [tf.float32])
     anywhere.set_shape(())
     return anywhere
-
-
-def _add(variables: Sequence[Variable], combined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Add updates to variables in place; return tensors that are computed after that."""
-    added = []
-    for variable, update in zip(variables, combined, strict=True):
-        # The sum of a Keras variable and a tensor would be a third array.
-        added.append(raw_variable(variable).assign_add(tf.cast(update, variable.dtype)))
-    return added

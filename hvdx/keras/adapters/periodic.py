@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.host_graph import on_host, wait_for
+from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints, device_of
 from hvdx.keras.adapters.host import HostAdapter
 from hvdx.keras.seams.layers import raw_variable
@@ -45,28 +46,37 @@ class PeriodicAdapter(HostAdapter):
         if any(part_of(v) is not None for v in variables):
             super().apply(optimizer, step, variables)
             return
-        period, gradients = self._period_of(variables), self._gradients
+        period, gradients, first_bad = self._period_of(variables), self._gradients, self._first_bad
+        self._gradients = []
+        wanted = updates.updates_of(optimizer, step, variables)
+        period.expect(self._sample_sizes(optimizer, gradients, variables))
 
-        def together() -> tf.Tensor:
-            self._gradients = gradients
-            super(PeriodicAdapter, self).apply(optimizer, step, variables)
+        def sample() -> Sequence[tf.Tensor]:
+            # It costs some operations for each variable, and only that of the last step is exchanged.
+            return self._sample(optimizer, gradients, variables)
+
+        def only() -> tf.Tensor:
+            dense = [tf.convert_to_tensor(u) for u in wanted]
+            combined = self._call(dense, first_bad, variables, copy_results=False, sample=sample())
+            wait_for(updates.add(variables, combined))
             period.restart(self._wanted(variables))
             return tf.constant(True)
 
-        def alone() -> tf.Tensor:
-            period.begin()
-            step()
-            period.count(self._first_bad)
-            period.expect(self._sample_sizes(optimizer, gradients, variables))
-            # A sample costs some operations for each variable, and only that of the last step is exchanged.
-            return tf.cond(
-                period.is_over,
-                lambda: self._end(period, self._sample(optimizer, gradients, variables)),
-                lambda: tf.constant(False),
-            )
+        def first() -> tf.Tensor:
+            period.keep()
+            return between()
 
-        tf.cond(period.length <= 1, together, alone)
-        self._gradients = []
+        def between() -> tf.Tensor:
+            wait_for(updates.add(variables, wanted))
+            period.count(first_bad)
+            return tf.constant(True)
+
+        def last() -> tf.Tensor:
+            between()
+            return self._end(period, sample())
+
+        # One conditional, since each tensor that enters one costs an operation in every step.
+        tf.switch_case(period.place, [only, first, between, last])
 
     def _end(self, period: "_Period", sample: Sequence[tf.Tensor]) -> tf.Tensor:
         """Exchange the changes of a period, and begin another one."""
@@ -166,15 +176,10 @@ class _Period:
         """Record the number of elements of each array of a sample."""
         self.samples = list(sizes)
 
-    def begin(self) -> None:
-        """In the first step of the period, keep the weights."""
-
-        def keep() -> tf.Tensor:
-            for base, variable in zip(self._base, self.variables, strict=True):
-                base.assign(tf.convert_to_tensor(variable))
-            return tf.constant(True)
-
-        tf.cond(tf.equal(self.since, 0), keep, lambda: tf.constant(False))
+    def keep(self) -> None:
+        """Keep the weights, at the begin of the period."""
+        for base, variable in zip(self._base, self.variables, strict=True):
+            base.assign(tf.convert_to_tensor(variable))
 
     def count(self, first_bad: int | tf.Tensor) -> None:
         """Count a step."""
@@ -183,9 +188,11 @@ class _Period:
             self.first_bad.assign(tf.where(self.first_bad < 0, tf.cast(first_bad, tf.int32), self.first_bad))
 
     @property
-    def is_over(self) -> tf.Tensor:
-        """True if this rank has taken all steps of the period."""
-        return self.since >= self.length
+    def place(self) -> tf.Tensor:
+        """int32, place of the next step in the period: 0 if it is the only one, 1 the first, 2 between, 3 the last."""
+        with tf.device("CPU:0"):
+            begins, ends = tf.equal(self.since, 0), self.since + 1 >= self.length
+            return tf.where(ends, tf.where(begins, 0, 3), tf.where(begins, 1, 2))
 
     def changes(self) -> list[tf.Tensor]:
         """Return what this rank has added to each weight."""

@@ -1,4 +1,4 @@
-"""Computation of the updates that an optimiser would add to the weights."""
+"""The updates that an optimiser would add to the weights, and their addition."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,6 +6,8 @@ import keras
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
+from hvdx.keras.adapters.base import values_of, with_values
+from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.seams.optimizers import divert_assignments, is_of_keras, owner_of_update_step
 from hvdx.keras.types import Gradient, Variable
 
@@ -37,7 +39,7 @@ def assigns_weights(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def updates_of(
     optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
-) -> list[tf.Tensor]:
+) -> list[Gradient]:
     """Take an optimiser's step with its own state, and return the updates without applying them.
 
     Args:
@@ -46,9 +48,20 @@ def updates_of(
         variables: weights; the step leaves them unchanged.
 
     Returns:
-        One dense tensor per variable, of the variable's shape and dtype.
+        One per variable, of its shape and dtype: `tf.IndexedSlices` if the step changes only some rows, else a tensor.
     """
     return _divert_updates(optimizer, step, variables) if _is_keras(optimizer) else _measure_updates(step, variables)
+
+
+def add(variables: Sequence[Variable], changes: Sequence[Gradient]) -> list[tf.Tensor]:
+    """Add updates to variables in place; return tensors that are computed after that."""
+    added = []
+    for variable, update in zip(variables, changes, strict=True):
+        # The sum of a Keras variable and a tensor would be a third array.
+        raw = raw_variable(variable)
+        sparse = isinstance(update, tf.IndexedSlices)
+        added.append(raw.scatter_add(update) if sparse else raw.assign_add(tf.cast(update, variable.dtype)))
+    return added
 
 
 def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
@@ -76,17 +89,17 @@ def _is_keras(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def _divert_updates(
     optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
-) -> list[tf.Tensor]:
+) -> list[Gradient]:
     """Intercept the assignments of the step, which needs no copy of the weights and no subtraction."""
-    total: list[tf.Tensor | None] = [None] * len(variables)
+    total: list[Gradient | None] = [None] * len(variables)
 
     def record(method: str, i: int, value: Gradient) -> None:
-        value = tf.cast(_dense(value), variables[i].dtype)
+        before, value = total[i], tf.cast(value, variables[i].dtype)
         if method == "assign":
-            total[i] = value - tf.convert_to_tensor(variables[i])
-        else:
-            delta = value if method == "assign_add" else -value
-            total[i] = delta if total[i] is None else total[i] + delta
+            total[i] = _dense(value) - tf.convert_to_tensor(variables[i])
+            return
+        delta = value if method == "assign_add" else with_values(value, -values_of(value))
+        total[i] = delta if before is None else _dense(before) + _dense(delta)
 
     restore = divert_assignments(optimizer, variables, record)
     try:
@@ -96,7 +109,7 @@ def _divert_updates(
     return [tf.zeros(v.shape, v.dtype) if t is None else t for t, v in zip(total, variables, strict=True)]
 
 
-def _measure_updates(step: Callable[[], object], variables: Sequence[Variable]) -> list[tf.Tensor]:
+def _measure_updates(step: Callable[[], object], variables: Sequence[Variable]) -> list[Gradient]:
     """Take the step, measure the change of the weights, and undo it."""
     before = [tf.identity(tf.convert_to_tensor(v)) for v in variables]
     with tf.control_dependencies(before):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdx
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras.adapters import second_moments
+from hvdx.keras.adapters import second_moments, updates
 from hvdx.keras.adapters.optimizer import attach
 from hvdx.keras.adapters.periodic import PeriodicAdapter
 from tests.ranks.test_contract import Mean, MeanExchange
@@ -168,6 +168,32 @@ def test_only_the_last_step_of_a_period_has_a_sample_and_a_flush_has_one_of_zero
         assert not np.any(flushed)
     # Steps 0 and 3 end a period.
     assert sorted(sampled) == [0, 0, 3, 3]
+
+
+def test_only_the_rows_of_a_sparse_update_are_written_in_mid_period(monkeypatch):
+    """Plain SGD on an embedding reads the rows of a batch, in place of the table."""
+
+    def counted(value):
+        dense.append(value)
+        return original(value)
+
+    def run(comm):
+        table, optimizer = keras.Variable(np.zeros((5, 2), np.float32)), keras.optimizers.SGD(1.0)
+        adapter = attach(optimizer, EveryThird(), "adapters", comm=comm)
+        tables = []
+        for _ in range(3):
+            rows = tf.IndexedSlices(tf.ones((2, 2)) * (1.0 + comm.rank), tf.constant([1, 1]), tf.constant([5, 2]))
+            optimizer.apply([rows], [table])
+            tables.append(table.numpy()[:, 0].tolist())
+        adapter.flush()
+        return [*tables, table.numpy()[:, 0].tolist()]
+
+    dense, original = [], updates._dense
+    monkeypatch.setattr(updates, "_dense", counted)
+    (first, second) = on_all(2, run)
+    assert dense == []
+    assert first == [[0, -3, 0, 0, 0], [0, -5, 0, 0, 0], [0, -7, 0, 0, 0], [0, -9, 0, 0, 0]]
+    assert second[1:] == [[0, -7, 0, 0, 0], [0, -11, 0, 0, 0], [0, -9, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("size", [2, 4])
