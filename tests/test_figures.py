@@ -288,6 +288,22 @@ def scaling(document: Row) -> list[Row]:
     )
 
 
+def budgets(document: Row) -> list[Row]:
+    """Return a row for each training and number of hosts, with the figures of both strategies."""
+    module = importlib.import_module("hvdx.jobs.benchmarks.scaling")
+    found = []
+    for model in {row["model"] for row in document["rows"]}:
+        by_hosts = groups({"rows": module.summary(document["rows"], model, "100mbit")}, "hosts")
+        for usual, half in by_hosts:
+            both = {f"{name} {way}": row[name] for way, row in (("usual", usual), ("half", half)) for name in row}
+            ranges = {
+                f"range {way}": (row["seconds"], row["least"], row["most"])
+                for way, row in (("usual", usual), ("half", half))
+            }
+            found.append({"hosts": usual["hosts"]} | both | ranges)
+    return found
+
+
 def scaling_simulated(document: Row) -> list[Row]:
     def reached(case: Row) -> float:
         return next(seconds for seconds, loss in case["losses"] if loss <= 0.15)
@@ -351,6 +367,10 @@ strategy | MB at 7 MB | MB at 121 MB | copies of the weights | above AllReduce
 benchmarks/README.md density.json densities
 hosts, link, burst | alone ms | ms | ratio | density | its range | encoding | waiting | exchanging | decoding
 network | alone_ms | ms | ratio | density | range | encoding | waiting | exchanging | decoding
+
+benchmarks/README.md budget.json budgets
+training | hosts | ms a step, 0.1 | ms, 0.05 | kB sent a step, 0.1 | kB, 0.05 | seconds, 0.1 | seconds, 0.05
+- | hosts | ms usual | ms half | bytes usual*1e-3 | bytes half*1e-3 | range usual | range half
 
 benchmarks/README.md densities.json seconds_by_way
 density | median | smallest to largest
