@@ -293,14 +293,13 @@ def budgets(document: Row) -> list[Row]:
     module = importlib.import_module("hvdx.jobs.benchmarks.scaling")
     found = []
     for model in {row["model"] for row in document["rows"]}:
-        by_hosts = groups({"rows": module.summary(document["rows"], model, "100mbit")}, "hosts")
-        for usual, half in by_hosts:
-            both = {f"{name} {way}": row[name] for way, row in (("usual", usual), ("half", half)) for name in row}
-            ranges = {
-                f"range {way}": (row["seconds"], row["least"], row["most"])
-                for way, row in (("usual", usual), ("half", half))
-            }
-            found.append({"hosts": usual["hosts"]} | both | ranges)
+        rows = with_figures(
+            module.summary(document["rows"], model, "100mbit"),
+            range=lambda row: (row["seconds"], row["least"], row["most"]),
+        )
+        for usual, half in groups({"rows": rows}, "hosts"):
+            ways = [{f"{name} {way}": row[name] for name in row} for way, row in (("usual", usual), ("half", half))]
+            found.append({"hosts": usual["hosts"]} | ways[0] | ways[1])
     return found
 
 

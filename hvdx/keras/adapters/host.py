@@ -165,10 +165,20 @@ class HostAdapter(Adapter):
         if not self.rank_local:
             step()
             return
-        wanted = [tf.convert_to_tensor(u) for u in updates.updates_of(optimizer, step, variables)]
+        wanted = updates.updates_of(optimizer, step, variables)
         gradients, self._gradients = self._gradients, []
-        sample = self._sample(optimizer, gradients, variables)
-        combined = self._call(wanted, self._first_bad, variables, copy_results=False, sample=sample)
+        self._exchange_updates(wanted, self._first_bad, variables, self._sample(optimizer, gradients, variables))
+
+    def _exchange_updates(
+        self,
+        wanted: Sequence[Gradient],
+        first_bad: int | tf.Tensor,
+        variables: Sequence[Variable],
+        sample: Sequence[tf.Tensor],
+    ) -> None:
+        """Combine the updates of a step and add the result to the weights; see `_call`."""
+        dense = [tf.convert_to_tensor(u) for u in wanted]
+        combined = self._call(dense, first_bad, variables, copy_results=False, sample=sample)
         # The next step of the exchange overwrites the arrays of these tensors.
         wait_for(updates.add(variables, combined))
 

@@ -56,9 +56,7 @@ class PeriodicAdapter(HostAdapter):
             return self._sample(optimizer, gradients, variables)
 
         def only() -> tf.Tensor:
-            dense = [tf.convert_to_tensor(u) for u in wanted]
-            combined = self._call(dense, first_bad, variables, copy_results=False, sample=sample())
-            wait_for(updates.add(variables, combined))
+            self._exchange_updates(wanted, first_bad, variables, sample())
             period.restart(self._wanted(variables))
             return tf.constant(True)
 
@@ -67,7 +65,7 @@ class PeriodicAdapter(HostAdapter):
             return between()
 
         def between() -> tf.Tensor:
-            wait_for(updates.add(variables, wanted))
+            updates.add(variables, wanted)
             period.count(first_bad)
             return tf.constant(True)
 
