@@ -33,6 +33,7 @@ _POLL = 0.2  # seconds
 _LONGEST_FOLDER = 70  # characters; the paths of its sockets may have 107
 
 # cred_expire: seconds before a requeued job may start again (120 by default).
+# CompleteWait: seconds for which jobs wait until one before them has left its nodes; otherwise they get other nodes.
 # config_overrides: nodes have the CPUs of this file; otherwise Slurm would drain a node on a machine with fewer.
 _SLURM_CONF = """\
 ClusterName=hvdx
@@ -58,6 +59,7 @@ ReturnToService=1
 MpiDefault=none
 OverTimeLimit=0
 KillWait=30
+CompleteWait=5
 MinJobAge=3600
 MessageTimeout=30
 SlurmdTimeout=300

@@ -1,7 +1,6 @@
 """`hvdx doctor --batch` on a real Slurm."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -33,8 +32,7 @@ def test_good_cluster(doctor):
     assert found["default partition"]["value"] == "main, time limit 1:00:00, 3 nodes"
     assert "pmix" in found["srun --mpi"]["value"]
     for way in ("srun --mpi=pmix", "mpirun in a job"):
-        # The second job gets another node if the first is still completing.
-        assert re.match(r"rank 0 of 2 on hvdx[12], rank 1 of 2 on hvdx[23]; ", found[way]["value"])
+        assert found[way]["value"].startswith("rank 0 of 2 on hvdx1, rank 1 of 2 on hvdx2; ")
         assert "MPI" in found[way]["value"].split(";")[1]
     assert "waiting for the batch system" in done.err
 
@@ -45,7 +43,7 @@ def test_singletons_are_found_and_the_remedy_names_pmix(doctor):
     if not check["value"].split("; ")[1].startswith("Open MPI"):
         pytest.skip("an MPI that speaks PMI-2")
     assert check["status"] == "problem", check
-    assert re.match(r"2 tasks, each 'rank 0 of 1', on hvdx[12], hvdx[23]; Open MPI", check["value"])
+    assert check["value"].startswith("2 tasks, each 'rank 0 of 1', on hvdx1, hvdx2; Open MPI")
     assert check["remedy"].startswith("mpirun in a job works: use that.")
     assert "srun --mpi=pmix" in check["remedy"]
     assert found["mpirun in a job"]["status"] == "ok"
