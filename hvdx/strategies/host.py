@@ -165,10 +165,24 @@ class HostExchange(Exchange["Array"]):
         """Count the seconds of some work as a part of the cost of this step."""
         begin = clock.now()
         result = work()
-        seconds = clock.now() - begin
+        self.add_cost(counter, clock.now() - begin)
+        return result
+
+    def add_cost(self, counter: str, seconds: float) -> None:
+        """Count work of this exchange or of its owner as a part of the cost of this step.
+
+        Args:
+            counter: counter of `Telemetry`.
+            seconds: time that the work took.
+        """
         self._cost += seconds
         setattr(self.telemetry, counter, getattr(self.telemetry, counter) + seconds)
-        return result
+
+    def applied(self) -> None:
+        """Count the time since the last step as cost: the caller has written the result to the weights, and no more."""
+        if self._last_end is not None:
+            begin, self._last_end = self._last_end, clock.now()
+            self.add_cost("decoding", self._last_end - begin)
 
     # -- weights and residuals -------------------------------------------------------------------------------
 

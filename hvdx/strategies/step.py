@@ -414,15 +414,6 @@ class MessageExchange(HostExchange):
         """Number of steps taken, those of the restored state included."""
         return self._step
 
-    def add_exchange_time(self, seconds: float) -> None:
-        """Count work of this exchange's owner as a part of the exchange of this step.
-
-        Args:
-            seconds: time that the work took.
-        """
-        self._cost += seconds
-        self.telemetry.exchanging += seconds
-
     def _decode(self, step: EncodedStep, arrived: Arrived | None) -> "Sequence[Array]":
         """Return the sum of the messages that arrived; zeros for None, if all ranks skip the step."""
         on_host = self._device is None

@@ -26,7 +26,7 @@ class Telemetry:
         encoding: seconds spent on encoding messages.
         waiting: seconds until all ranks had begun the exchange.
         exchanging: seconds from then until all messages had arrived.
-        decoding: seconds spent on adding up the messages.
+        decoding: seconds spent on adding up the messages, and after a period of several steps on writing the weights.
         density, tau: density and tau of the last step; tau is 0 if none is used.
         residual: root mean square of the residual in units of tau, from the last measurement, which is not taken in
             every step.

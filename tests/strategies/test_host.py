@@ -42,6 +42,17 @@ def test_computing_is_the_time_between_two_steps_of_a_run(exchange, monkeypatch)
     assert exchange.telemetry.computing == 5.0
 
 
+def test_writing_a_result_to_the_weights_is_cost_and_not_computing(exchange, monkeypatch):
+    times = iter([10.0, 12.0, 15.0, 16.0])
+    monkeypatch.setattr(clock, "now", lambda: next(times))
+    exchange.applied()  # before the first step there is no result
+    exchange.take(StepInput(TENSORS))
+    exchange.applied()
+    assert (exchange._cost, exchange.telemetry.decoding) == (2.0, 2.0)
+    exchange.take(StepInput(TENSORS))
+    assert exchange.given.computing == 3.0
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_prepared_step_knows_whether_it_is_finite(exchange, bad):
     assert exchange.prepare(StepInput(TENSORS)).status == FINE

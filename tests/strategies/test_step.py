@@ -138,7 +138,7 @@ def test_cost_of_a_step_travels_with_the_next():
     route = Fixed()
     step = exchange(Notes(), route)
     step.combine(given())
-    step.add_exchange_time(100.0)
+    step.add_cost("exchanging", 100.0)
     step.combine(given())
     first, second = (one.cost for one in route.outgoing)
     assert first == 0.0

@@ -13,7 +13,7 @@ from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints, device_of
 from hvdx.keras.adapters.host import HostAdapter
 from hvdx.keras.seams.layers import raw_variable
-from hvdx.keras.types import Variable
+from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import Strategy
 from hvdx.strategies.base import agree_on_steps
@@ -61,8 +61,9 @@ class PeriodicAdapter(HostAdapter):
             return tf.constant(True)
 
         def first() -> tf.Tensor:
-            period.keep()
-            return between()
+            period.begin(wanted)
+            period.count(first_bad)
+            return tf.constant(True)
 
         def between() -> tf.Tensor:
             updates.add(variables, wanted)
@@ -84,25 +85,33 @@ class PeriodicAdapter(HostAdapter):
         )
         # The next step of the exchange overwrites the arrays of these tensors.
         wait_for(period.advance(combined))
-        period.restart(self._wanted(variables))
+        period.restart(self._wanted(variables, written=True))
         return tf.constant(True)
 
-    def _wanted(self, variables: Sequence[Variable]) -> tf.Tensor:
-        """Return the length of the next period, which the last exchange has chosen."""
+    def _wanted(self, variables: Sequence[Variable], written: bool = False) -> tf.Tensor:
+        """Return the length of the next period, which the last exchange has chosen; see `chosen_period`."""
         # TensorFlow keeps `ask` until the process ends; see `HostAdapter._call`.
         key, adapter_ref = tuple(id(v) for v in variables), weakref.ref(self)
 
         def ask() -> list[np.int64]:
             adapter = adapter_ref()
-            return [np.int64(1 if adapter is None else adapter.chosen_period(key))]
+            return [np.int64(1 if adapter is None else adapter.chosen_period(key, written))]
 
         (length,) = on_host(ask, [], [tf.int64])
         length.set_shape(())
         return length
 
-    def chosen_period(self, key: tuple[int, ...]) -> int:
-        """Return the length of the next period of some variables, given the `id` of each."""
-        return self._open[key][0].period
+    def chosen_period(self, key: tuple[int, ...], written: bool) -> int:
+        """Return the length of the next period of some variables.
+
+        Args:
+            key: the `id` of each variable.
+            written: whether the last exchange has cost passes over the weights, besides an addition as in each step.
+        """
+        exchange, _ = self._open[key]
+        if written:
+            exchange.applied()
+        return exchange.period
 
     def _period_of(self, variables: Sequence[Variable]) -> "_Period":
         key = tuple(id(v) for v in variables)
@@ -174,10 +183,16 @@ class _Period:
         """Record the number of elements of each array of a sample."""
         self.samples = list(sizes)
 
-    def keep(self) -> None:
-        """Keep the weights, at the begin of the period."""
-        for base, variable in zip(self._base, self.variables, strict=True):
-            base.assign(tf.convert_to_tensor(variable))
+    def begin(self, changes: Sequence[Gradient]) -> None:
+        """Keep the weights, and add the updates of the first step of the period to them."""
+        for base, variable, change in zip(self._base, self.variables, changes, strict=True):
+            before = tf.convert_to_tensor(variable)
+            # The variables share one array until the weights move to another, so nothing is copied.
+            base.assign(before)
+            if isinstance(change, tf.IndexedSlices):
+                updates.add([variable], [change])
+            else:
+                raw_variable(variable).assign(before + tf.cast(change, before.dtype))
 
     def count(self, first_bad: int | tf.Tensor) -> None:
         """Count a step."""
@@ -203,8 +218,9 @@ class _Period:
         """Set the weights to those at the begin plus a change, and return tensors that are computed after that."""
         done = []
         for variable, base, change in zip(self.variables, self._base, combined, strict=True):
-            begun = tf.ensure_shape(tf.convert_to_tensor(base), variable.shape)
-            done.append(raw_variable(variable).assign(begun + tf.cast(change, begun.dtype)))
+            # In place, since the base is in use nowhere else.
+            with tf.control_dependencies([base.assign_add(tf.cast(change, base.dtype))]):
+                done.append(raw_variable(variable).assign(tf.ensure_shape(base.read_value(), variable.shape)))
         return done
 
     def restart(self, length: tf.Tensor) -> None:

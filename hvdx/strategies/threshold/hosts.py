@@ -135,6 +135,9 @@ class HostsExchange(HostExchange):
     def reset_telemetry(self) -> None:
         self.inner.reset_telemetry()
 
+    def add_cost(self, counter: str, seconds: float) -> None:
+        self.inner.add_cost(counter, seconds)
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def combine(self, step_input: StepInput) -> list[np.ndarray]:
@@ -154,7 +157,7 @@ class HostsExchange(HostExchange):
         faulty, fault = (_NOBODY, "") if finite else self._find_fault(tensors)
         seconds += clock.now() - begin
         sent = inner.prepare(replace(step_input, tensors=self._piece_views, finite=True, blamed="", sample=sample))
-        inner.add_exchange_time(seconds)
+        inner.add_cost("exchanging", seconds)
         if not sent.is_fine:
             faulty = self._position
         statuses = self._channel.exchange([faulty, round(1e9 * sent.computing), round(1e9 * sent.cost)])
@@ -198,7 +201,7 @@ class HostsExchange(HostExchange):
         waited = self._sums.gather(np.asarray(self.inner.result) if self._sums.targets is None else None)
         self.telemetry.inside += self._sums.gathered
         self.telemetry.waiting += waited
-        self.inner.add_exchange_time(clock.now() - begin - waited)
+        self.add_cost("exchanging", clock.now() - begin - waited)
         return self._out
 
     # -- state --------------------------------------------------------------------------------------------------------

@@ -61,6 +61,19 @@ def test_weights_are_the_mean_after_the_first_step_and_after_each_period():
     assert second[:, 0].tolist() == [-2, -5, -8, -8, -11, -14, -12]
 
 
+def test_writing_of_the_weights_is_cost_at_the_end_of_a_period_of_several_steps_only():
+    class Counts(EveryThird):
+        def open(self, comm, specs, momentum=0.0, name=""):
+            exchange = super().open(comm, specs)
+            exchange.applied = lambda: written.append((comm.rank, exchange.telemetry.steps))
+            return exchange
+
+    written = []
+    on_all(2, lambda comm: steps_of(comm, Counts(), constant([1.0] * 7, [3.0] * 7), flush=False))
+    # The first period has one step.
+    assert sorted(written) == [(0, 2), (0, 3), (1, 2), (1, 3)]
+
+
 def test_nan_in_a_period_drops_the_period_on_all_ranks():
     class Skips(EveryThird):
         def open(self, comm, specs, momentum=0.0, name=""):
