@@ -155,7 +155,7 @@ class HostAdapter(Adapter):
         # NaN would stay in the momenta of this rank's optimiser.
         clean = [
             tf.cond(fine, lambda g=g: tf.identity(values_of(g)), lambda g=g: tf.zeros_like(values_of(g)))
-            for fine, g in zip(_usable(sums, gradients), gradients, strict=True)
+            for fine, g in zip(_usable(sums, gradients, self.variables), gradients, strict=True)
         ]
         self._gradients = [scaled(with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
         return self._gradients
@@ -373,13 +373,15 @@ def on_gpu(
         return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]
 
 
-def _usable(sums: Sequence[tf.Tensor], gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+def _usable(sums: Sequence[tf.Tensor], gradients: Sequence[Gradient], variables: Sequence[Variable]) -> list[tf.Tensor]:
     """Return for each gradient whether the optimiser may use it, a bool scalar.
 
     A large gradient does not wait for the others, so that the optimiser finds it in the processor's cache: on an MLP of
     1.9 million weights that takes 0.2 ms in place of 0.7. Small ones wait for each other, which takes fewer operations.
+    On a GPU all do, since each condition copies its flag to the host.
     """
-    large = [(values_of(g).shape.num_elements() or _LARGE) >= _LARGE for g in gradients]
+    on_gpu = any("GPU" in device_of(v) for v in variables)
+    large = [not on_gpu and (values_of(g).shape.num_elements() or _LARGE) >= _LARGE for g in gradients]
     small = [total for total, alone in zip(sums, large, strict=True) if not alone]
     together = tf.reduce_all(tf.math.is_finite(tf.stack(small))) if small else tf.constant(True)
     return [tf.math.is_finite(total) if alone else together for total, alone in zip(sums, large, strict=True)]

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdx.keras.adapters.host import _LARGE
+from hvdx.keras.adapters import host
 from hvdx.keras.adapters.optimizer import attach
 from tests.ranks.test_contract import Mean
 from tests.strategies.virtual import on_all
 
-SIZES = {"large": _LARGE, "other large": _LARGE, "small": 3, "other small": 1}
+SIZES = {"large": host._LARGE, "other large": host._LARGE, "small": 3, "other small": 1}
 
 
 class Recorded(Mean):
@@ -34,14 +34,18 @@ class Recorded(Mean):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(
-    ("where", "used"),
+    ("device", "where", "used"),
     [
-        (None, [True, True, True, True]),
-        ("large", [False, True, True, True]),
-        ("small", [True, True, False, False]),
+        ("CPU:0", None, [True, True, True, True]),
+        ("CPU:0", "large", [False, True, True, True]),
+        ("CPU:0", "small", [True, True, False, False]),
+        ("GPU:0", None, [True, True, True, True]),
+        ("GPU:0", "large", [False, False, False, False]),
     ],
 )
-def test_gradient_with_nan_reaches_no_momentum_and_marks_the_step(where, used, bad):
+def test_gradient_with_nan_reaches_no_momentum_and_marks_the_step(device, where, used, bad, monkeypatch):
+    monkeypatch.setattr(host, "device_of", lambda variable: device)
+
     def run(comm):
         weights = [keras.Variable(np.zeros(n, np.float32), name=name) for name, n in SIZES.items()]
         optimizer, found = keras.optimizers.SGD(1.0, momentum=0.5), []
