@@ -442,11 +442,9 @@ class MessageExchange(HostExchange):
         counts.sent += arrived.sent
         counts.received += arrived.received
         counts.waiting += arrived.waited
-        counts.encoding += arrived.encoding
-        counts.decoding += arrived.decoding
-        counts.exchanging += arrived.seconds
-        self._cost += arrived.encoding + arrived.decoding
-        self._cost += arrived.seconds
+        self.add_cost("encoding", arrived.encoding)
+        self.add_cost("decoding", arrived.decoding)
+        self.add_cost("exchanging", arrived.seconds)
         skipped = bool(arrived.statuses.any())
         if not skipped:
             self.encoder.observe_sample(arrived.sample)

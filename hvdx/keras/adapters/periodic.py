@@ -216,12 +216,12 @@ class _Period:
 
     def advance(self, combined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Set the weights to those at the begin plus a change, and return tensors that are computed after that."""
-        done = []
-        for variable, base, change in zip(self.variables, self._base, combined, strict=True):
-            # In place, since the base is in use nowhere else.
-            with tf.control_dependencies([base.assign_add(tf.cast(change, base.dtype))]):
-                done.append(raw_variable(variable).assign(tf.ensure_shape(base.read_value(), variable.shape)))
-        return done
+        # In place, since the weights from before are in use nowhere else.
+        moved = updates.add(self._base, combined)
+        return [
+            raw_variable(v).assign(tf.ensure_shape(base, v.shape))
+            for v, base in zip(self.variables, moved, strict=True)
+        ]
 
     def restart(self, length: tf.Tensor) -> None:
         """Begin another period of some steps."""

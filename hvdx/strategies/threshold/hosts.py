@@ -157,7 +157,7 @@ class HostsExchange(HostExchange):
         faulty, fault = (_NOBODY, "") if finite else self._find_fault(tensors)
         seconds += clock.now() - begin
         sent = inner.prepare(replace(step_input, tensors=self._piece_views, finite=True, blamed="", sample=sample))
-        inner.add_cost("exchanging", seconds)
+        self.add_cost("exchanging", seconds)
         if not sent.is_fine:
             faulty = self._position
         statuses = self._channel.exchange([faulty, round(1e9 * sent.computing), round(1e9 * sent.cost)])
