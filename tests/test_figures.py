@@ -139,6 +139,17 @@ def kernels(document: Row) -> list[Row]:
     )
 
 
+def gpu(document: Row) -> list[Row]:
+    """Return a row for each density of gpu.json, with the milliseconds of all operations."""
+    found: dict[float, Row] = {}
+    for row in document["rows"]:
+        first = found.setdefault(
+            row["density"], {"decode_ms": None, "on the GPU_ms": None, "through the host_ms": None}
+        )
+        first |= {name: row[name] for name in row if first.get(name) is None}
+    return [*found.values()]
+
+
 def memory(document: Row) -> list[Row]:
     first = document["rows"][0]["copies"]
     return with_figures(document["rows"], above=lambda row: row["copies"] - first)
@@ -358,6 +369,10 @@ density | entries | multiples*100 | entropy | bits | ratio
 benchmarks/README.md kernels.json kernels
 density | threads | np.add, GB/s | encode | lookahead 3 | NumPy | 5000 arrays | decode 4 | both | memory
 density | threads | add_bytes_per_second*1e-9 | encode | ahead | numpy | arrays_per_one | decode | step_per_add | extra*100
+
+benchmarks/README.md gpu.json gpu
+density | a + b | encode | ratio | 1000 arrays | decode 16 | step | step through the host
+density | plain_ms | checked_ms | checked_to_plain | 1000 arrays_ms | decode_ms | on the GPU_ms | through the host_ms
 
 benchmarks/README.md memory.json memory
 strategy | MB at 7 MB | MB at 121 MB | copies of the weights | above AllReduce

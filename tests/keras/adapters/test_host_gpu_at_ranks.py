@@ -44,6 +44,7 @@ print("DONE")
 def test_training_on_a_gpu_has_the_weights_of_the_host():
     if importlib.util.find_spec("numba_cuda") is None:
         pytest.skip("numba-cuda is not installed: pip install 'hvdx[cuda]'")
+    pytest.importorskip("tensorflow")
     done = run(2, ["-c", PROGRAM], timeout=150, env={"HVDX_CUDA_SIMULATOR": "1"})
     assert done.code == 0, str(done)
     assert done.out.count("DONE") == 2
@@ -53,6 +54,7 @@ def test_training_on_the_gpu_of_this_machine_has_the_weights_of_the_host():
     """Two ranks share a GPU. `make gpu` runs this where there is one."""
     if importlib.util.find_spec("numba_cuda") is None or shutil.which("nvidia-smi") is None:
         pytest.skip("no GPU, or no numba-cuda")
+    pytest.importorskip("tensorflow")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     env = {"CUDA_VISIBLE_DEVICES": visible, "TF_DETERMINISTIC_OPS": "1"}
     done = run(2, ["-c", PROGRAM], timeout=300, env=env, fresh=True)

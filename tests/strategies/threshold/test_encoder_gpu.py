@@ -1,10 +1,12 @@
-"""Tests of Threshold(device="cuda") in Numba's simulator, on one virtual rank, against device="cpu" to the bit.
+"""Tests of Threshold(device="cuda") on one virtual rank, against device="cpu" to the bit.
 
-The simulator must be chosen before numba.cuda is imported, so the cases run in a separate process.
+They run on the GPU of this machine, if it has one. If not, they run in Numba's simulator, which must be chosen before
+numba.cuda is imported: in a separate process.
 """
 
 # Tests: hvdx/codec/devices.py
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -28,16 +30,20 @@ OPTIONS = {
 }
 
 
+#: True if these tests have a GPU, real or simulated.
+THERE = devices.simulated() or shutil.which("nvidia-smi") is not None
+
+
 def test_exchange_on_a_gpu_in_the_simulator():
-    """Run TestSimulator in a process with the simulator."""
+    """Run TestOnGpu in a process with the simulator."""
     check_in_simulator(__file__, TIME_LIMIT)
 
 
 # The started process must not start another one.
-test_exchange_on_a_gpu_in_the_simulator.__test__ = not devices.simulated()
+test_exchange_on_a_gpu_in_the_simulator.__test__ = not THERE
 
 
-@pytest.mark.skipif(devices.simulated(), reason="there is a simulated GPU")
+@pytest.mark.skipif(THERE, reason="there is a GPU")
 class TestWithoutGpu:
     @pytest.fixture(autouse=True)
     def _no_gpu(self, monkeypatch):
@@ -70,11 +76,14 @@ def update(step):
 
 
 class Pair:
-    """Exchanges of the same steps on the host and on the simulated GPU."""
+    """Exchanges of the same steps on the host and on the GPU."""
 
     def __init__(self, **options):
-        open_on = lambda device: Threshold(**options, device=device).open(virtual_world(1)[0], SPECS, 0.9)  # noqa: E731
-        self.host, self.gpu = open_on("cpu"), open_on("cuda")
+        there = [replace(s, device="GPU:0") for s in SPECS]
+        self.host, self.gpu = (
+            Threshold(**options, device=device).open(virtual_world(1)[0], specs, 0.9)
+            for device, specs in (("cpu", SPECS), ("cuda", there))
+        )
 
     def step(self, step, finite=True):
         """Take a step on both, and compare the results."""
@@ -94,11 +103,11 @@ class Pair:
         return mine
 
 
-@pytest.mark.skipif(not devices.simulated(), reason="no GPU, see test_exchange_on_a_gpu_in_the_simulator")
-class TestSimulator:
-    """Tests that `test_exchange_on_a_gpu_in_the_simulator` runs."""
+@pytest.mark.skipif(not THERE, reason="no GPU, see test_exchange_on_a_gpu_in_the_simulator")
+class TestOnGpu:
+    """Tests on a GPU, or in the process that `test_exchange_on_a_gpu_in_the_simulator` starts."""
 
-    __test__ = devices.simulated()
+    __test__ = THERE
 
     @pytest.mark.parametrize("name", OPTIONS)
     def test_steps_are_those_of_the_host(self, name):
@@ -140,6 +149,7 @@ class TestSimulator:
         assert "variable 3: element 2 is nan" in capsys.readouterr().err
         assert not pair.gpu.residuals[0].any()
 
+    @pytest.mark.skipif(not devices.simulated(), reason="only the simulator's launches can be counted")
     def test_only_messages_cross(self, monkeypatch):
         pair = Pair(tau=0.01)
         flat = devices.gpu().place(update(0)[1])
