@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -102,6 +103,17 @@ def check_slices(comm: GraphComm) -> None:
             np.testing.assert_allclose(
                 tf.convert_to_tensor(got).numpy(), expected, rtol=1e-6 if wire == "none" else 1e-2
             )
+
+
+def check_equal_lookups(comm: GraphComm) -> None:
+    """Check that rows of the same indices on all ranks are added up, and that others stay apart, repeated ones too."""
+    for rows, added in (([2, 0, 2], True), ([2, 0, 2][: comm.rank + 1] if comm.size < 4 else [comm.rank], False)):
+        mine = tf.IndexedSlices(tf.ones([len(rows), 2]), tf.constant(rows), tf.constant([4, 2]))
+        got: Any = comm.all_reduce([mine], Reduction(average=False), f"equal lookups {added}")[0]
+        everyone = [row for theirs in comm.all_gather_object(rows, "rows") for row in theirs]
+        alike = added or comm.size == 1
+        assert got.indices.numpy().tolist() == (rows if alike else everyone)
+        np.testing.assert_array_equal(got.values.numpy(), np.full([len(got.indices), 2], comm.size if added else 1))
 
 
 def _tensors(rank: int) -> list[np.ndarray]:
@@ -224,7 +236,7 @@ COMM_CHECKS = {
     check.__name__: check for check in (check_place, check_objects, check_sums, check_flags, check_broadcast)
 }
 
-GRAPH_CHECKS = {check.__name__: check for check in (check_gather, check_reductions, check_slices)}
+GRAPH_CHECKS = {check.__name__: check for check in (check_gather, check_reductions, check_slices, check_equal_lookups)}
 
 #: Checks of communicators with mailboxes.
 MAILBOX_CHECKS = {

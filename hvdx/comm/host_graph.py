@@ -160,14 +160,16 @@ class HostGraphComm(TensorComm):
             self._dense, self._made = DenseSums(self._comm), self._comm.recoveries
 
     def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
-        """Gather rows and indices in one unit, so that they come from the same ranks."""
-        if not self.survives:
-            return super()._gather_slices(slices, how, name)
+        """Gather rows and indices in one unit, so that they come from the same ranks; see `TensorComm`."""
 
         def work(values: np.ndarray, indices: np.ndarray) -> list[np.ndarray]:
             def unit() -> list[np.ndarray]:
                 self._renew()
-                return [*self._gathered(values), *self._gathered(indices), np.array(float(self.size))]
+                rows, places = self._parts(values), self._parts(indices)
+                if all(np.array_equal(part, places[0]) for part in places):
+                    added = np.sum([part.astype(np.float32) if part.itemsize < 4 else part for part in rows], axis=0)
+                    return [added.astype(values.dtype), places[0].copy(), np.array(float(self.size))]
+                return [np.concatenate(rows), np.concatenate(places), np.array(float(self.size))]
 
             return self._comm.complete(unit)
 
@@ -185,9 +187,13 @@ class HostGraphComm(TensorComm):
         return rows
 
     def _gathered(self, rows: np.ndarray) -> list[np.ndarray]:
+        return [np.concatenate(self._parts(rows))]
+
+    def _parts(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the rows of each rank, copies, since the next exchange overwrites what it received."""
         received = self._dense.everyone.exchange([len(rows)], rows.reshape(-1).view(np.uint8))
         parts = zip(received.headers[:, 0], received.messages, strict=True)
-        return [np.concatenate([m.view(rows.dtype).reshape(n, *rows.shape[1:]) for n, m in parts])]
+        return [m.view(rows.dtype).reshape(n, *rows.shape[1:]).copy() for n, m in parts]
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Raise HorovodError: this communicator has no all-to-all."""

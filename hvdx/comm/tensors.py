@@ -45,15 +45,35 @@ class TensorComm(GraphComm):
         """
 
     def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
-        """Concatenate the rows of all ranks, as in the gradient of the whole batch.
+        """Concatenate the rows of all ranks, as in the gradient of the whole batch; add up equal lookups.
 
-        Rows with the same index are not summed: Keras' Adam squares rows, so a sum would change the step.
+        Keras' Adam squares each row by itself, also rows of one index, so a sum of the rows of a batch would change the
+        step. But if all ranks have looked up the same indices in the same order, these do not depend on the batch, such
+        as those of positions: one process looks them up once, and each row is the sum over its whole batch.
         """
         with device_scope(how.device_sparse):
             values = self._gather_values(slices.values, how.wire, f"{name}.values")
-            indices = self.all_gather(slices.indices, f"{name}.indices")
+            # A negative number before each rank's indices makes them comparable; they may differ in number.
+            count = tf.shape(slices.indices, slices.indices.dtype)
+            marked = self.all_gather(tf.concat([-1 - count, slices.indices], 0), f"{name}.indices")
             if how.average:
                 values /= tf.cast(self.size, values.dtype)
+            length = tf.shape(marked)[0] // self.size
+            fits = tf.equal(length * self.size, tf.shape(marked)[0])
+
+            def alike() -> tf.Tensor:
+                parts = tf.reshape(marked, [self.size, length])
+                return tf.reduce_all(tf.equal(parts, parts[0]))
+
+            def added() -> tuple[tf.Tensor, tf.Tensor]:
+                shape = tf.concat([[self.size, length - 1], tf.shape(values)[1:]], 0)
+                return tf.reduce_sum(tf.reshape(values, shape), 0), marked[1:length]
+
+            def joined() -> tuple[tf.Tensor, tf.Tensor]:
+                return tf.identity(values), tf.boolean_mask(marked, tf.greater_equal(marked, 0))
+
+            values, indices = tf.cond(tf.cond(fits, alike, lambda: tf.constant(False)), added, joined)
+        values.set_shape([None, *slices.values.shape[1:]])
         return tf.IndexedSlices(values, indices, slices.dense_shape)
 
     def _gather_values(self, values: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:

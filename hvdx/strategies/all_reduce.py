@@ -76,6 +76,7 @@ class AllReduce(Strategy):
                 f"got {gradient_predivide_factor} with op={op!r}."
             )
         self.op = op
+        self.weighs = op == "average"
         self.compression = compression
         self.groups = groups if isinstance(groups, int) else tuple(tuple(group) for group in groups)
         self.sparse = sparse

@@ -74,6 +74,7 @@ class Strategy(abc.ABC):
             that requests each step of an epoch.
         dedicated: number of ranks that only serve the others, by `serve`.
         counts_samples: whether the adapter needs the number of samples in each step.
+        weighs: whether the ranks are combined in a mean, in which a rank weighs as many samples as it has.
         may_wait: whether ranks may take several steps alone between two exchanges, as many as `HostExchange.period`
             says; only on the host, under the placement "update".
         provisional: whether `successor` replaces the strategy after some steps.
@@ -98,6 +99,7 @@ class Strategy(abc.ABC):
     asynchronous: bool = False
     dedicated: int = 0
     counts_samples: bool = False
+    weighs: bool = True
     may_wait: bool = False
     provisional: bool = False
     persists_between_fits: bool = True

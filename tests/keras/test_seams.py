@@ -5,7 +5,8 @@ on, and the versions.
 """
 
 # Tests: hvdx/keras/seams/callbacks.py, hvdx/keras/seams/frames.py, hvdx/keras/seams/graphs.py
-# Tests: hvdx/keras/seams/iterators.py, hvdx/keras/seams/layers.py, hvdx/keras/seams/models.py
+# Tests: hvdx/keras/seams/iterators.py, hvdx/keras/seams/layers.py, hvdx/keras/seams/losses.py
+# Tests: hvdx/keras/seams/models.py
 # Tests: hvdx/keras/seams/optimizers.py, hvdx/keras/seams/pipelines.py, hvdx/keras/seams/replacing.py
 
 import importlib
@@ -19,7 +20,7 @@ import pytest
 import tensorflow as tf
 
 from hvdx.keras import seams
-from hvdx.keras.seams import callbacks, frames, graphs, iterators, layers, models, optimizers, pipelines
+from hvdx.keras.seams import callbacks, frames, graphs, iterators, layers, losses, models, optimizers, pipelines
 from hvdx.keras.seams.layers import KerasVariable
 
 X, Y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
@@ -41,7 +42,7 @@ TOGETHER = {
         "unwrap_optimizer": "wrap_optimizer",
     },
     **{"add_local_variables_method": "wrap_optimizer", "unmute_set_model": "mute_set_model"},
-    **{"set_numbers": "numbers_of"},
+    **{"set_numbers": "numbers_of", "last_batch_of": "batch_size_of"},
     **{
         "ungroup_scalars": "group_scalars",
         "show_own_steps": "show_steps",
@@ -169,6 +170,21 @@ def check_epoch_is_one_pass():
 def check_batch_size_of():
     assert in_fit(lambda c: iterators.batch_size_of(frames.epoch_iterator(c)), batch_size=4) == 4
     assert in_fit(lambda c: iterators.number_of_batches(frames.epoch_iterator(c)), batch_size=4) == 2
+    for size, last in ((4, 4), (3, 2), (9, 8)):
+        assert in_fit(lambda c: iterators.last_batch_of(frames.epoch_iterator(c)), batch_size=size) == last
+
+
+def check_lengthen_epochs():
+    model, steps = small(), []
+
+    def lengthen(callback):
+        iterators.lengthen_epochs(frames.epoch_iterator(callback), 5)
+        before = callback.model.train_function
+        callback.model.train_function = lambda data: before(data) if len(steps) % 5 < 2 else {"loss": 0.0}
+
+    look = Look("on_train_batch_end", lambda callback: steps.append(1))
+    model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=[Look("on_train_begin", lengthen), look])
+    assert len(steps) == 10, len(steps)
 
 
 def check_arrays_of():
@@ -575,6 +591,52 @@ def check_set_mask():
             return losses
 
     assert float(Loss()([0.0, 0.0], [0.0, 0.0])) == pytest.approx(1.0)
+
+
+def check_reduced_by():
+    seen = []
+
+    def reduce(original, loss, values, **named):
+        seen.append((loss.name, sorted(named)))
+        return 2 * original(values, **named)
+
+    for loss in (keras.losses.MeanSquaredError(name="a"), keras.losses.Huber(name="a")):
+        plain = float(loss([[1.0]], [[0.0]]))
+        with losses.reduced_by(reduce):
+            assert float(loss([[1.0]], [[0.0]])) == 2 * plain
+        assert float(loss([[1.0]], [[0.0]])) == plain
+    assert seen == [("a", ["dtype", "mask", "reduction", "sample_weight"])] * 2
+
+
+def check_is_builtin():
+    def own(y_true, y_pred):
+        return y_pred
+
+    class Own(keras.losses.Loss):
+        pass
+
+    from_function = keras.losses.get("mse")
+    assert losses.is_builtin(keras.losses.MeanSquaredError())
+    assert losses.is_builtin(type(keras.losses.MeanSquaredError()).__mro__[1](from_function))
+    assert not losses.is_builtin(Own())
+    assert not losses.is_builtin(type(keras.losses.MeanSquaredError()).__mro__[1](own))
+
+
+def check_weights_of():
+    values = tf.constant([[1.0, 2.0], [3.0, 4.0]])
+    weight, mask = tf.constant([[0.5], [2.0]]), tf.constant([[True, False], [True, True]])
+    for options in ({"sample_weight": weight}, {"mask": mask}, {"sample_weight": weight, "mask": mask}):
+        given = {"sample_weight": None, "mask": None} | options
+        same, weights = losses.weights_of(values, **given, reduction="sum")
+        loss = keras.losses.Loss(reduction="sum")
+        loss.call = lambda y_true, y_pred, m=given["mask"]: (
+            layers.set_mask(values, m) if m is not None else None,
+            values,
+        )[1]
+        np.testing.assert_allclose(
+            float(loss(values, values, given["sample_weight"])), float(tf.reduce_sum(same * weights))
+        )
+    assert losses.weights_of(values, None, None, "sum")[1] is None
 
 
 def check_set_metric_function():

@@ -1,6 +1,6 @@
 """Parameter averaging at any number of ranks, compared with the same arithmetic in one process."""
 
-# Tests: hvdx/keras/adapters/averaging.py, hvdx/keras/optimizer_state.py, hvdx/keras/fit/samples.py
+# Tests: hvdx/keras/adapters/averaging.py, hvdx/keras/optimizer_state.py, hvdx/keras/adapters/rows.py
 
 from pathlib import Path
 

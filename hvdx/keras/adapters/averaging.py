@@ -74,6 +74,7 @@ class AveragingAdapter(Adapter):
         """Do nothing: `after_step` counts steps, also those that a rank skips."""
 
     def count_samples(self, count: int | tf.Tensor) -> None:
+        super().count_samples(count)
         self._counted = True
         with tf.device("CPU:0"):
             self.samples.assign_add(tf.cast(count, tf.float32))
@@ -117,6 +118,11 @@ class AveragingAdapter(Adapter):
             self.steps.assign_add(1)
             since = tf.convert_to_tensor(self.since.assign_add(1))
         tf.cond(since >= self._due, self._average, lambda: tf.constant(False))
+
+    def idle(self, optimizer: keras.optimizers.Optimizer, gradients: list[Gradient], variables: list[Variable]) -> None:
+        """Take part in the averages of the others, with the weights as they are."""
+        self.before_step()
+        self.after_step()
 
     def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
         """Return the overflow of this rank, or of its group, which takes the steps of split layers together."""
@@ -165,7 +171,7 @@ class AveragingAdapter(Adapter):
             begin = tf.timestamp()
         # NaN or infinity in a tensor makes the sum non-finite, so one pass over the tensors finds it.
         finite = tf.math.is_finite(tf.add_n([tf.cast(tf.reduce_sum(t), tf.float32) for t in tensors]))
-        counts = tf.maximum(self.samples, _NO_SAMPLES) if self.strategy.counts_samples else tf.constant(1.0)
+        counts = tf.maximum(self.samples, _NO_SAMPLES) if self._counted else tf.constant(1.0)
         together, group = counts, self._group()
         if group is not None:
             # Parts hold the steps of the whole group, so its ranks are left out together, and have the same weight.

@@ -1,7 +1,7 @@
 """The contract of an adapter, which connects one optimiser to a strategy inside the training function."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -11,12 +11,27 @@ from hvdx import comm as world
 from hvdx.comm.base import Comm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
+from hvdx.keras.adapters import rows
 from hvdx.keras.seams.frames import loss_scale_calls
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import Exchange, HostExchange, Strategy, TensorSpec
 from hvdx.strategies.split import open_split
 from hvdx.strategies.telemetry import Telemetry
+
+
+class Call(NamedTuple):
+    """Call of an optimiser in a traced step.
+
+    Attributes:
+        adapter: adapter of the optimiser.
+        variables: variables of the call.
+        indices: for each gradient the dtype of its indices, or None if it is dense.
+    """
+
+    adapter: "Adapter"
+    variables: list[Variable]
+    indices: list[tf.DType | None]
 
 
 class Adapter:
@@ -37,6 +52,9 @@ class Adapter:
         holds_loss_scale: True if the attached optimiser is a loss-scale optimiser, whose skipped steps the adapter
             handles.
         steps: int64 variable, number of steps that reached the optimiser, including skipped and accumulated ones.
+        rows: float64 scalar, rows of this rank's next step; None if all ranks have as many, or count alike.
+        full: rows of a full batch, the same on all ranks; a unit for `rows`.
+        record: function that is told each call of the optimiser; None if nobody records them.
     """
 
     strategy: Strategy
@@ -58,6 +76,10 @@ class Adapter:
         self.stepped = False
         self.owner: keras.callbacks.Callback | None = None
         self.holds_loss_scale = False
+        self.rows: tf.Tensor | None = None
+        self.full = 1.0
+        self.record: Callable[[Call], None] | None = None
+        self._accumulates = False
         with tf.device("CPU:0"):
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
 
@@ -112,6 +134,48 @@ class Adapter:
         self.variables = list(variables)
         self.specs = [describe(v) for v in variables]
 
+    def begin_step(self, record: Callable[[Call], None] | None = None, full: float = 1.0) -> None:
+        """Begin a step without rows of its own.
+
+        Args:
+            record, full: see the attributes.
+        """
+        self.rows, self.record, self.full = None, record, full
+
+    def begin_call(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> list[Gradient]:
+        """Begin a call of the optimiser, and return the gradients that it accumulates or applies.
+
+        Args:
+            optimizer: optimiser that is called, not a loss-scale optimiser.
+            gradients, variables: arguments of the call.
+        """
+        self.record_variables(variables)
+        if self.record is not None:
+            self.record(Call(self, list(variables), [_index_dtype(g) for g in gradients]))
+        self._accumulates = (optimizer.gradient_accumulation_steps or 1) > 1
+        if self._accumulates and self.weighs and not self.strategy.rank_local_state:
+            # The gradients of several micro-steps are exchanged as one, which cannot be weighed any more.
+            weight = rows.share(self.comm, self.rows, self.name)
+            return [scaled(g, weight) for g in gradients]
+        return list(gradients)
+
+    @property
+    def weighs(self) -> bool:
+        """True if this rank weighs as many rows as its step has."""
+        return self.rows is not None and self.strategy.weighs
+
+    def idle(self, optimizer: keras.optimizers.Optimizer, gradients: list[Gradient], variables: list[Variable]) -> None:
+        """Take part in a step of the other ranks for which this rank has no batch, with weight 0.
+
+        Args:
+            optimizer: the attached optimiser.
+            gradients: zeros of the kinds that this rank's steps have.
+            variables: their variables.
+        """
+        optimizer.apply(gradients, variables)
+
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the gradients that the optimiser clips and applies.
 
@@ -139,11 +203,13 @@ class Adapter:
         """Finish a call of the optimiser, if `wraps_apply`."""
 
     def count_samples(self, count: int | tf.Tensor) -> None:
-        """Count the samples of this rank's next step.
+        """Count the samples of this rank's next step, by which its gradient or update weighs.
 
         Args:
             count: number of samples, an integer or a scalar tensor.
         """
+        with tf.device("CPU:0"):
+            self.rows = tf.cast(count, tf.float64)
 
     def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
         """Agree on a step whose gradients overflow under a loss scale.
@@ -247,6 +313,10 @@ class Adapter:
         """
 
 
+def _index_dtype(gradient: Gradient) -> tf.DType | None:
+    return gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None
+
+
 def describe(variable: Variable) -> TensorSpec:
     """Return the name, shape, element size and device of a Keras or TensorFlow variable."""
     dtype = tf.as_dtype(variable.dtype)
@@ -301,6 +371,9 @@ def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
     return values
 
 
-def scaled(gradient: Gradient, gain: float) -> Gradient:
-    """Return a gradient times a factor."""
+def scaled(gradient: Gradient, gain: float | tf.Tensor) -> Gradient:
+    """Return a gradient times a factor, a number or a scalar tensor."""
+    if isinstance(gain, tf.Tensor):
+        values = values_of(gradient)
+        return with_values(gradient, values * tf.cast(gain, values.dtype))
     return gradient if gain == 1.0 else with_values(gradient, values_of(gradient) * gain)

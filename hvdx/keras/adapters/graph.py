@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
-from hvdx.keras.adapters.base import Adapter, refuse_local_skip, scaled, values_of
+from hvdx.keras.adapters.base import Adapter, refuse_local_skip, scaled, values_of, with_values
 from hvdx.keras.adapters.first_bad import FirstBad
 from hvdx.keras.adapters.local_variables import LocalVariables
 from hvdx.keras.optimizer_state import innermost
@@ -59,9 +59,7 @@ class GraphAdapter(Adapter):
         # The timer waits for all gradients. The exchange sends each group when the group is complete.
         with tf.control_dependencies([values_of(g) for g in gradients]):
             begin = tf.timestamp()
-        combined = self.local.exchange_others(
-            self.variables, gradients, self.comm.size, lambda g: self._opened().step(g)
-        )
+        combined = self.local.exchange_others(self.variables, gradients, self.comm.size, self._exchanged)
         with tf.control_dependencies([values_of(g) for g in combined]):
             elapsed = tf.timestamp() - begin
         with tf.device("CPU:0"):
@@ -69,13 +67,25 @@ class GraphAdapter(Adapter):
             self.exchanges.assign_add(1)
         return [scaled(g, self.gain) for g in combined]
 
+    def _exchanged(self, gradients: list[Gradient]) -> list[Gradient]:
+        """Return the mean gradients; with rows, the ranks' weights travel with the gradients that they weigh."""
+        if not self.weighs or self._accumulates:
+            return list(self._opened().step(gradients))
+        with tf.device("CPU:0"):
+            weight = tf.cast(tf.divide(self.rows, self.full), tf.float32)
+        weighed = [scaled(g, weight) for g in gradients]
+        *means, mean = self._opened(TensorSpec(f"{self.name}.rows", (), 4)).step([*weighed, weight])
+        return _divided(means, mean)
+
     @property
     def _shared(self) -> list[tuple[Variable, TensorSpec]]:
         """Variables that are not local, and their specs."""
         return [(v, s) for v, s in zip(self.variables, self.specs, strict=True) if not self.local.holds(v)]
 
-    def _opened(self) -> Exchange[tf.Tensor]:
-        exchange: Exchange[tf.Tensor] = self.open_exchange([v for v, _ in self._shared], [s for _, s in self._shared])
+    def _opened(self, *more: TensorSpec) -> Exchange[tf.Tensor]:
+        """Open the exchange of the shared variables, and of further tensors."""
+        variables, specs = [v for v, _ in self._shared], [s for _, s in self._shared]
+        exchange: Exchange[tf.Tensor] = self.open_exchange(variables, [*specs, *more])
         self._exchange = exchange
         return exchange
 
@@ -105,3 +115,16 @@ class GraphAdapter(Adapter):
         return Telemetry(
             steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=float(self.seconds.numpy())
         )
+
+
+def _divided(gradients: list[Gradient], mean: tf.Tensor) -> list[Gradient]:
+    """Return gradients divided by the mean weight, which is 1 if all ranks had full batches."""
+
+    def divided() -> list[tf.Tensor]:
+        factor = tf.math.divide_no_nan(1.0, mean)
+        return [values_of(scaled(g, factor)) for g in gradients]
+
+    values = tf.cond(tf.equal(mean, 1.0), lambda: [tf.identity(values_of(g)) for g in gradients], divided)
+    for value, gradient in zip(values, gradients, strict=True):
+        value.set_shape(values_of(gradient).shape)
+    return [with_values(g, v) for g, v in zip(gradients, values, strict=True)]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.comm.host_graph import on_device, on_host, prepare, wait_for
 from hvdx.errors import HvdxError
-from hvdx.keras.adapters import second_moments, updates
+from hvdx.keras.adapters import rows, second_moments, updates
 from hvdx.keras.adapters.base import (
     Adapter,
     describe,
@@ -146,6 +146,7 @@ class HostAdapter(Adapter):
         if not self.holds_loss_scale:
             refuse_local_skip()
         if not self.rank_local:
+            gradients = gradients if self._accumulates else self._weighed(gradients)
             combined = self._call([tf.convert_to_tensor(g) for g in gradients], -1, self.variables)
             return [scaled(tf.cast(c, g.dtype), self.gain) for c, g in zip(combined, gradients, strict=True)]
         # NaN or infinity in a gradient makes its sum non-finite, so one pass over the gradients finds it.
@@ -160,6 +161,13 @@ class HostAdapter(Adapter):
         self._gradients = [scaled(with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
         return self._gradients
 
+    def _weighed(self, tensors: Sequence[Gradient]) -> list[Gradient]:
+        """Return gradients or updates times the weight of this rank. Collective if ranks may have other rows."""
+        if not self.weighs or self.strategy.asynchronous:
+            return list(tensors)
+        weight = rows.share(self.comm, self.rows, self.name)
+        return [scaled(t, weight) for t in tensors]
+
     def apply(
         self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
     ) -> None:
@@ -167,7 +175,7 @@ class HostAdapter(Adapter):
         if not self.rank_local:
             step()
             return
-        wanted = updates.updates_of(optimizer, step, variables)
+        wanted = self._weighed(updates.updates_of(optimizer, step, variables))
         gradients, self._gradients = self._gradients, []
         self._exchange_updates(wanted, self._first_bad, variables, self._sample(optimizer, gradients, variables))
 

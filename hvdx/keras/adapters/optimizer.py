@@ -148,7 +148,10 @@ def flush(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def count_samples(optimizer: keras.optimizers.Optimizer, count: int | tf.Tensor) -> None:
-    """Count the samples of the next step for `ParameterAveraging(weighted=True)`; `Distribute` does this for you.
+    """Count the samples of the next step, by which this rank weighs; `Distribute` does this for you.
+
+    Call it on all ranks before each step of a loop of your own if their batches may have different sizes. Without it,
+    all ranks weigh alike.
 
     Args:
         optimizer: distributed optimiser; nothing is done for a plain one.
@@ -198,16 +201,15 @@ def _check_kind(optimizer: keras.optimizers.Optimizer) -> None:
 
 def _replace_methods(optimizer: keras.optimizers.Optimizer, adapter: Adapter) -> None:
     def begin(
-        _: keras.optimizers.Optimizer,
+        self: keras.optimizers.Optimizer,
         original: Method,
         grads: Sequence[Gradient],
         trainable_variables: Sequence[Variable],
     ) -> object:
         xla.refuse()
-        adapter.record_variables(trainable_variables)
         if not adapter.holds_loss_scale:
             adapter.count_step()
-        return original(grads, trainable_variables)
+        return original(adapter.begin_call(self, grads, trainable_variables), trainable_variables)
 
     def combine_and_clip(
         self: keras.optimizers.Optimizer, original: Method, grads: Sequence[Gradient]

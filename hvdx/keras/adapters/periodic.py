@@ -48,7 +48,7 @@ class PeriodicAdapter(HostAdapter):
             return
         period, gradients, first_bad = self._period_of(variables), self._gradients, self._first_bad
         self._gradients = []
-        wanted = updates.updates_of(optimizer, step, variables)
+        wanted = self._weighed(updates.updates_of(optimizer, step, variables))
         period.expect(self._sample_sizes(optimizer, gradients, variables))
 
         def sample() -> Sequence[tf.Tensor]:

@@ -1,21 +1,28 @@
 """The optimisers of a fit, attached to its strategy, and the training function that is traced with them."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 import keras
 
 from hvdx.comm import Comm
 from hvdx.errors import NotDistributedError
-from hvdx.keras.adapters import updates
-from hvdx.keras.adapters.base import Adapter
+from hvdx.keras.adapters import rows, updates
+from hvdx.keras.adapters.base import Adapter, Call
 from hvdx.keras.adapters.optimizer import adapter_of, attach, detach, optimizers_of
-from hvdx.keras.fit import noise, samples, traces, train_step
+from hvdx.keras.fit import batches, noise, traces, train_step
+from hvdx.keras.fit.idling import Idling
+from hvdx.keras.fit.losses import Losses
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.seams.frames import epoch_iterator
+from hvdx.keras.seams.iterators import lengthen_epochs
+from hvdx.keras.seams.losses import reduced_by
 from hvdx.keras.seams.models import layers_of, restore_train_step, use_train_function
-from hvdx.keras.types import Logs
+from hvdx.keras.types import Logs, Structure
 from hvdx.log import Log
 from hvdx.strategies import HostExchange, Strategy, agree_on_strategy
 from hvdx.strategies.telemetry import Telemetry, concatenated
@@ -35,6 +42,7 @@ class Attachment(Part):
         strategy: present strategy; a provisional one is replaced by its successor.
         adapters: adapter of each optimiser; none outside of a fit.
         traced: False if this fit uses the trace of an earlier one.
+        plan: batches of the ranks.
     """
 
     def __init__(self, comm: Comm, strategy: Strategy, recording: Recording):
@@ -44,6 +52,10 @@ class Attachment(Part):
         self.traced = True
         self._earlier_costs: list[Telemetry] = []
         self._jit_compile: bool | str | None = None
+        self.plan = batches.Plan()
+        # What the step that was traced last exchanges, in order.
+        self._events: list[Call | int] = []
+        self._idling: Idling | None = None
 
     @property
     def logs_cost(self) -> bool:
@@ -80,8 +92,10 @@ class Attachment(Part):
         number = self._comm.world_ranks[rank]
         self._earlier_costs = []
         agree_on_strategy(self.strategy, self._comm)
+        offered = self._comm.all_gather_object(batches.of(self), "the batches of a fit")
+        self.plan = batches.agreed(offered, self._may_idle)
         self._build_optimizer()
-        kept = traces.kept(model, self.strategy)
+        kept = traces.kept(model, self.strategy, self._mode)
         if self._comm.any_true(kept is None):
             kept = None
         self.traced = kept is None
@@ -94,12 +108,65 @@ class Attachment(Part):
             self._jit_compile, model.jit_compile = model.jit_compile, False
             if rank == 0:
                 _log.info("jit_compile is off during this fit: XLA cannot compile exchanges with other ranks.")
-        counts = [lambda data: samples.count_samples_of(model, data)] if self.strategy.counts_samples else []
-        train_step.precede(model, lambda data: noise.seed_graph(number), *counts)
+        train_step.surround(model, lambda data: self._around_step(number, data))
         if kept is not None:
             use_train_function(model, kept.function)
         else:
             model.make_train_function(force=True)
+        self._idle_at_the_end(None if kept is None else kept.idling)
+
+    @property
+    def _may_idle(self) -> bool:
+        """True if a rank without a batch can take part in the steps of the others."""
+        # Split layers exchange activations, and ranks that may die are dealt the samples anew.
+        return self._weighs and not self._comm.survives
+
+    @property
+    def _weighs(self) -> bool:
+        """True if ranks can weigh as many rows as they have."""
+        return not self.strategy.asynchronous and self._comm.mesh is None
+
+    @property
+    def _mode(self) -> tuple[object, ...]:
+        """What a trace depends on, beside the model and the strategy: the numbers of steps may change."""
+        return self.plan.even, self.plan.fixed, self.plan.alike, self.plan.full, self.plan.idles
+
+    @contextlib.contextmanager
+    def _around_step(self, number: int, data: Structure) -> Iterator[None]:
+        """Seed the noise of a step that is being traced, count its rows, and reduce its losses as one process does."""
+        noise.seed_graph(number)
+        self._events.clear()
+        count = None
+        if self.strategy.counts_samples or (not self.plan.even and self._weighs):
+            count = rows.rows_of(data)
+        for adapter in self.adapters:
+            adapter.begin_step(self._events.append, self.plan.full)
+            if count is not None:
+                adapter.count_samples(count)
+        kind = type(self.model)
+        standard = kind.train_step is keras.Model.train_step and kind.compute_loss is keras.Model.compute_loss
+        losses = Losses(self._comm, self.strategy, self.plan, standard, self._events.append, count)
+        try:
+            with reduced_by(losses.reduce) if self._weighs else contextlib.nullcontext():
+                yield
+        finally:
+            for adapter in self.adapters:
+                adapter.begin_step()
+
+    def _idle_at_the_end(self, kept: Idling | None = None) -> None:
+        """Let this rank take part in the steps of the others, if it has fewer batches."""
+        if self.plan.idles:
+            own, most = self.plan.steps[self._comm.rank], max(self.plan.steps)
+            self.params["steps"] = most
+            lengthen_epochs(epoch_iterator(self), most)
+            made = kept.resize(own, most) if kept is not None else None
+            self._idling = made or Idling(self.model, self._comm, own, most, self._events)
+            use_train_function(self.model, self._idling)
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Number the step."""
+        if self._idling is not None:
+            self._idling.begin_batch(batch)
 
     def _build_optimizer(self) -> None:
         """Make the optimiser's variables before the first step, so that TensorFlow traces that step only once."""
@@ -176,6 +243,7 @@ class Attachment(Part):
             self.adapters[i].steps.assign(old.steps)
             self.adapters[i].restart_timer()
         self.model.make_train_function(force=True)
+        self._idle_at_the_end()
 
     def end_steps(self) -> None:
         """Apply every update in flight."""
@@ -190,6 +258,9 @@ class Attachment(Part):
                 detach(optimizer)
         adapters, self.adapters = self.adapters, []
         restore_train_step(self.model)
+        idling, self._idling = self._idling, None
+        if idling is not None:
+            use_train_function(self.model, idling.function)
         if self._jit_compile is not None:
             self.model.jit_compile, self._jit_compile = self._jit_compile, None
-        traces.keep(self.model, adapters, self.strategy)
+        traces.keep(self.model, adapters, self.strategy, self._mode, idling)

@@ -230,6 +230,8 @@ def _shard_arrays(
         if shuffle:
             key = tf.stack([tf.constant(seed, tf.int64), epoch])
             positions = tf.random.experimental.index_shuffle(positions, key, count - 1)
+        if is_fixed and drop_remainder:
+            positions = tf.ensure_shape(positions, [batch])
         return tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, positions), tensors)
 
     def epoch_of(_: tf.Tensor) -> tf.data.Dataset:

@@ -74,6 +74,9 @@ class SyncCallback(Part):
         """End every epoch when the rank with the fewest batches has no more."""
         if len(set(known)) == 1:
             return
+        if self._attachment.plan.idles:
+            self._limit = max(known)
+            return
         fewest = min(known) // steps_per_execution * steps_per_execution
         if fewest == 0:
             raise ReplicaError(

@@ -11,6 +11,7 @@ import keras
 
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.fit.idling import Idling
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import use_train_function
 from hvdx.keras.seams.optimizers import rate_of
@@ -28,11 +29,20 @@ class KeptTrace:
         function: training function of the fit.
         adapters: adapter of each optimiser in it.
         strategy: strategy of the fit.
+        mode: what else the trace depends on.
+        idling: what a rank without a batch does in place of the function; None if no rank has fewer batches.
     """
 
     def __init__(
-        self, model: keras.Model, function: Callable[..., object], adapters: Sequence[Adapter], strategy: Strategy
+        self,
+        model: keras.Model,
+        function: Callable[..., object],
+        adapters: Sequence[Adapter],
+        strategy: Strategy,
+        mode: object,
+        idling: Idling | None,
     ):
+        self._mode, self.idling = mode, idling
         self._model = weakref.ref(model)
         self.function, self.adapters = function, list(adapters)
         self._strategy, self._traced, self._settings = repr(strategy), _traced(model), _settings(model)
@@ -42,7 +52,7 @@ class KeptTrace:
         model.make_train_function(force=True)
         return model.train_function(*args)
 
-    def fits(self, model: keras.Model, strategy: Strategy) -> bool:
+    def fits(self, model: keras.Model, strategy: Strategy, mode: object) -> bool:
         """Return whether the trace is what a new one of this model under this strategy would be.
 
         As in Keras, attributes that were changed after `compile`, such as `clipnorm`, count after the next `compile`.
@@ -52,7 +62,7 @@ class KeptTrace:
         present = [None if a.owner is not None else a for a in self.adapters]
         return (
             self._model() is model
-            and self._strategy == repr(strategy)
+            and (self._strategy, self._mode) == (repr(strategy), mode)
             and self._settings == _settings(model)
             and len(self._traced) == len(traced)
             and all(a is b for a, b in zip(self._traced, traced, strict=True))
@@ -60,31 +70,35 @@ class KeptTrace:
         )
 
 
-def keep(model: keras.Model, adapters: Sequence[Adapter], strategy: Strategy) -> None:
+def keep(
+    model: keras.Model, adapters: Sequence[Adapter], strategy: Strategy, mode: object, idling: Idling | None
+) -> None:
     """Keep the training function of a fit that ends, if all its adapters can be attached again.
 
     Args:
         model: the model; its optimisers are detached, and its settings are those before the fit.
         adapters: adapter of each optimiser.
         strategy: strategy of the fit.
+        mode, idling: see `KeptTrace`.
     """
     function = model.train_function
     kept = function is not None and not isinstance(function, KeptTrace)
     kept = kept and all(a.reusable_across_fits for a in adapters)
     # An optimiser that came in during the fit is in the trace without an adapter.
     kept = kept and len(optimizers_of(model)) == len(adapters)
-    use_train_function(model, KeptTrace(model, function, adapters, strategy) if kept else None)
+    use_train_function(model, KeptTrace(model, function, adapters, strategy, mode, idling) if kept else None)
 
 
-def kept(model: keras.Model, strategy: Strategy) -> KeptTrace | None:
+def kept(model: keras.Model, strategy: Strategy, mode: object) -> KeptTrace | None:
     """Return the trace that an earlier fit of the same training has kept, if there is one.
 
     Args:
         model: the model at the start of a fit, before its optimisers are attached.
         strategy: strategy of the fit.
+        mode: what else the trace depends on.
     """
     function = model.train_function
-    return function if isinstance(function, KeptTrace) and function.fits(model, strategy) else None
+    return function if isinstance(function, KeptTrace) and function.fits(model, strategy, mode) else None
 
 
 def _traced(model: keras.Model) -> list[object]:

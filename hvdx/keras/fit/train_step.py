@@ -1,6 +1,7 @@
-"""Functions that run at the beginning of each training step, inside the graph."""
+"""What surrounds each training step, inside the graph."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import keras
 
@@ -8,18 +9,17 @@ from hvdx.keras.seams.models import restore_train_step, wrap_train_step
 from hvdx.keras.types import Structure
 
 
-def precede(model: keras.Model, *functions: Callable[[Structure], None]) -> None:
-    """Make each training step of a model call functions first, with the data of the step.
+def surround(model: keras.Model, around: Callable[[Structure], AbstractContextManager[None]]) -> None:
+    """Make a model take each training step within a context.
 
     Args:
         model: compiled model, before its training function is made.
-        functions: functions that take what `train_step` takes.
+        around: function from what `train_step` takes to the context.
     """
 
     def train_step(own_step: Callable[..., object], data: Structure, *rest: object, **named: object) -> object:
-        for function in functions:
-            function(data)
-        return own_step(data, *rest, **named)
+        with around(data):
+            return own_step(data, *rest, **named)
 
     restore_train_step(model)
     wrap_train_step(model, train_step)

@@ -71,6 +71,22 @@ def batch_size_of(iterator: EpochIterator) -> int | None:
     return int(size) if size else None
 
 
+def last_batch_of(iterator: EpochIterator) -> int | None:
+    """Return the rows of the last batch of arrays that a fit divides into batches; None for other data.
+
+    Relies on: `ArrayDataAdapter.partial_batch_size`, which is 0 or None if the last batch is full.
+    """
+    return getattr(getattr(iterator, "data_adapter", None), "partial_batch_size", None) or batch_size_of(iterator)
+
+
+def lengthen_epochs(iterator: EpochIterator, steps: int) -> None:
+    """Make each epoch of a fit take some steps, more than its data have; the training function must not read on.
+
+    Relies on: `EpochIterator` ends an epoch after `_num_batches` steps.
+    """
+    iterator._num_batches = steps
+
+
 def arrays_of(iterator: EpochIterator) -> Structure:
     """Return the arrays of a fit; None for other data.
 

@@ -1,0 +1,76 @@
+"""The rows of a training step on each rank, by which the ranks' gradients and losses are weighed.
+
+One process divides the sum over all rows of a batch by their number, or by another denominator: unmasked steps, or the
+sum of the sample weights. On several ranks the mean of means is that only if the denominators are equal. So a rank's
+gradient weighs as many rows as it has, and a loss whose denominator is not the number of rows is multiplied by
+
+    (denominator / sum of denominators) * (sum of rows / rows).
+
+A gradient weighed by rows then has the factor denominator / sum of denominators, and the mean of the losses, which
+Keras also weighs by rows, is the loss of one process.
+"""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from hvdx.comm import Comm, GraphComm
+from hvdx.comm.base import Reduction
+from hvdx.comm.host_graph import on_host
+from hvdx.errors import ConfigError
+from hvdx.keras.types import Structure
+
+
+def rows_of(data: Structure) -> tf.Tensor:
+    """Return the number of rows of a batch, float64.
+
+    Args:
+        data: data of a training step, as `train_step` takes them.
+
+    Raises:
+        ConfigError: if the first input has no rows to count.
+    """
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    first = next((part for part in tf.nest.flatten(x) if part is not None), None)
+    with tf.device("CPU:0"):
+        if isinstance(first, tf.RaggedTensor):
+            return tf.cast(first.nrows(), tf.float64)
+        if isinstance(first, tf.SparseTensor):
+            return tf.cast(first.dense_shape[0], tf.float64)
+        if first is None or not first.shape.rank:
+            raise ConfigError(
+                "fit: the first input of a step has no rows to count, so steps of different sizes cannot be weighed. "
+                "Do: give all ranks batches of one size, by hvdx.shard; or train in a loop of your own, which calls "
+                "hvdx.keras.count_samples(optimizer, rows) before each step."
+            )
+        return tf.cast(tf.shape(first)[0], tf.float64)
+
+
+def total(comm: Comm, numbers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+    """Return the sums of numbers over the ranks. Collective, in the graph.
+
+    Args:
+        comm: the ranks.
+        numbers: float64 scalars.
+        name: name of the collective, the same on all ranks.
+    """
+    with tf.device("CPU:0"):
+        mine = tf.stack(list(numbers))
+        if isinstance(comm, GraphComm):
+            (sums,) = comm.all_reduce([mine], Reduction(average=False), name)
+        else:
+            (sums,) = on_host(lambda vector: [comm.all_reduce_sum(vector, name)], [mine], [tf.float64])
+        return tf.unstack(tf.ensure_shape(sums, [len(numbers)]))
+
+
+def share(comm: Comm, rows: tf.Tensor, name: str) -> tf.Tensor:
+    """Return the weight of this rank in a mean over the ranks: its rows divided by their mean. Collective.
+
+    Args:
+        comm: the ranks.
+        rows: float64 scalar, rows of this rank's step.
+        name: see `total`.
+    """
+    (everywhere,) = total(comm, [rows], f"{name}.rows")
+    return tf.math.divide_no_nan(rows * comm.size, everywhere)
