@@ -64,7 +64,8 @@ def of(callback: keras.callbacks.Callback) -> Batches:
     fixed = bool(shapes) and all(shape[0] is not None for shape in shapes)
     full = shapes[0][0] if fixed else batch_size_of(iterator) or data.batch_size(dataset)
     last = full if fixed else last_batch_of(iterator)
-    return Batches(steps, full, last, fixed, tuple(str(s[1:]) for s in shapes), epoch_is_one_pass(iterator))
+    one_pass = iterator is not None and epoch_is_one_pass(iterator)
+    return Batches(steps, full, last, fixed, tuple(str(s[1:]) for s in shapes), one_pass)
 
 
 def agreed(offered: Sequence[Batches], may_idle: bool) -> Plan:

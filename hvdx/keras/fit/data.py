@@ -117,8 +117,8 @@ def shard(
             10,000, or the size of a smaller dataset). A dataset is shuffled before it is sharded, so every rank reads
             all of it.
         seed: seed of the orders; the same on all ranks.
-        drop_remainder: leave out samples that do not fill a step on all ranks. False keeps every sample, for
-            validation; the numbers of steps may then differ by one between ranks.
+        drop_remainder: leave out samples that do not fill a step on all ranks. False keeps every sample; the last
+            batches are then smaller, and the numbers of steps may differ by one between ranks.
         steps: steps an epoch; required for a dataset of unknown size.
         initial_epoch: number of the first epoch, on which its order depends; arrays only.
         rank, size: rank whose share is returned, and number of ranks; by default those of this process.

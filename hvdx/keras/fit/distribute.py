@@ -48,8 +48,8 @@ class Distribute(Parts):
 
     - metrics, those of validation included, are computed over all ranks;
     - non-trainable weights, such as moving averages, are averaged at the end of each epoch (see `local`, `summed`);
-    - an epoch ends when the rank with the fewest batches has no more, or under an asynchronous strategy when all ranks
-      together have taken their steps;
+    - every batch of every rank is trained; a rank that has no more takes part in the steps of the others with weight 0.
+      Under an asynchronous strategy an epoch ends when all ranks together have taken their steps;
     - callbacks that write (checkpoints, TensorBoard, CSV, MLflow, W&B, the progress bar) run on rank 0 only;
     - dropout, augmentation layers and samples are different on each rank, even if all ranks have the same seed;
     - rank 0 prints at the end what the exchanges cost, unless `verbose` is 0.

@@ -71,12 +71,11 @@ class SyncCallback(Part):
             self._limit_steps(known, self.model.steps_per_execution)
 
     def _limit_steps(self, known: list[int], steps_per_execution: int) -> None:
-        """End every epoch when the rank with the fewest batches has no more."""
+        """End every epoch when the rank with the fewest batches has no more, unless such ranks idle."""
         if len(set(known)) == 1:
             return
         if self._attachment.plan.idles:
-            self._limit = max(known)
-            return
+            return  # a rank without a batch takes part in the steps of the others
         fewest = min(known) // steps_per_execution * steps_per_execution
         if fewest == 0:
             raise ReplicaError(
