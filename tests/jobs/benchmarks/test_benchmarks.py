@@ -1,6 +1,7 @@
 """Each benchmark runs at a tiny size. Workers run on this machine, without emulated links."""
 
-# Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/checkpoint.py
+# Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/batches.py
+# Tests: jobs/benchmarks/checkpoint.py
 # Tests: jobs/benchmarks/dense.py, jobs/benchmarks/overlap.py
 # Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
 # Tests: jobs/benchmarks/local_steps.py, jobs/benchmarks/lost_host.py
@@ -27,6 +28,7 @@ BENCHMARKS = {
         "--hosts 2 --epochs 1 --hidden 4",
         {"ways": lambda periods: [{"name": "all", "spelling": "all_reduce", "period": 1, "state": False}]},
     ),
+    "batches": ("--rounds 1 --steps 5", {}),
     "checkpoint": ("--parameters 1000 --repeat 1", {}),
     "dense": ("--hosts 2 --ways MPI,mpi --wires bf16 --steps 2 --hidden 4", {}),
     "density": ("--hosts 2 --bandwidth 1gbit --burst 5kB --steps 40 --hidden 4 --batch 8", {}),
