@@ -19,6 +19,9 @@ from hvdx.strategies import Exchange, HostExchange, Strategy, TensorSpec
 from hvdx.strategies.split import open_split
 from hvdx.strategies.telemetry import Telemetry
 
+#: Rows of a full batch where nobody knows them: a unit, which keeps weighed gradients near their own size.
+ROWS = 64.0
+
 
 class Call(NamedTuple):
     """Call of an optimiser in a traced step.
@@ -77,7 +80,7 @@ class Adapter:
         self.owner: keras.callbacks.Callback | None = None
         self.holds_loss_scale = False
         self.rows: tf.Tensor | None = None
-        self.full = 1.0
+        self.full = ROWS
         self.record: Callable[[Call], None] | None = None
         self._accumulates = False
         with tf.device("CPU:0"):
@@ -134,7 +137,7 @@ class Adapter:
         self.variables = list(variables)
         self.specs = [describe(v) for v in variables]
 
-    def begin_step(self, record: Callable[[Call], None] | None = None, full: float = 1.0) -> None:
+    def begin_step(self, record: Callable[[Call], None] | None = None, full: float = ROWS) -> None:
         """Begin a step without rows of its own.
 
         Args:

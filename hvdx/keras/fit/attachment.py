@@ -118,8 +118,9 @@ class Attachment(Part):
     @property
     def _may_idle(self) -> bool:
         """True if a rank without a batch can take part in the steps of the others."""
-        # Split layers exchange activations, and ranks that may die are dealt the samples anew.
-        return self._weighs and not self._comm.survives
+        # Split layers exchange activations, ranks that may die are dealt the samples anew, and a provisional strategy
+        # is replaced by one whose steps this rank may not have traced.
+        return self._weighs and not self._comm.survives and not self.strategy.provisional
 
     @property
     def _weighs(self) -> bool:
@@ -243,7 +244,6 @@ class Attachment(Part):
             self.adapters[i].steps.assign(old.steps)
             self.adapters[i].restart_timer()
         self.model.make_train_function(force=True)
-        self._idle_at_the_end()
 
     def end_steps(self) -> None:
         """Apply every update in flight."""

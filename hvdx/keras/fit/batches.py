@@ -6,12 +6,10 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from hvdx.keras.adapters.base import ROWS
 from hvdx.keras.fit import data
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import batch_size_of, dataset_of, epoch_is_one_pass, last_batch_of
-
-#: Rows of a full batch if no rank knows them. It is only a unit.
-_UNKNOWN = 64
 
 
 class Batches(NamedTuple):
@@ -49,7 +47,7 @@ class Plan(NamedTuple):
     even: bool = True
     fixed: bool = True
     alike: bool = True
-    full: float = 1.0
+    full: float = ROWS
     steps: tuple[int, ...] = ()
     idles: bool = False
 
@@ -81,7 +79,7 @@ def agreed(offered: Sequence[Batches], may_idle: bool) -> Plan:
         even=first.last is not None and len({(b.steps, b.full, b.last) for b in offered}) == 1,
         fixed=all(b.fixed for b in offered),
         alike=len({b.shapes for b in offered}) == 1,
-        full=float(max((b.full or 0 for b in offered), default=0) or _UNKNOWN),
+        full=float(max((b.full or 0 for b in offered), default=0) or ROWS),
         steps=steps,
         idles=may_idle and len(set(steps)) > 1 and min(steps) > 0 and all(b.one_pass for b in offered),
     )

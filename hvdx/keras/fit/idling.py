@@ -65,7 +65,7 @@ class Idling:
 
     def _repeat(self, call: Call) -> None:
         adapter = call.adapter
-        optimizer = next(o for o in optimizers_of(self._model) if adapter_of(o) is adapter)
+        (optimizer,) = (o for o in optimizers_of(self._model) if adapter_of(o) is adapter)
         adapter.begin_step()
         adapter.count_samples(0)
         zeros = [_zero(v, indices) for v, indices in zip(call.variables, call.indices, strict=True)]

@@ -75,7 +75,10 @@ class SyncCallback(Part):
         if len(set(known)) == 1:
             return
         if self._attachment.plan.idles:
-            return  # a rank without a batch takes part in the steps of the others
+            # A rank without a batch takes part in the steps of the others, which the progress bar has read too early.
+            if self._callback_list is not None:
+                callback_list.show_params(self._callback_list, self.params)
+            return
         fewest = min(known) // steps_per_execution * steps_per_execution
         if fewest == 0:
             raise ReplicaError(

@@ -76,7 +76,9 @@ def last_batch_of(iterator: EpochIterator) -> int | None:
 
     Relies on: `ArrayDataAdapter.partial_batch_size`, which is 0 or None if the last batch is full.
     """
-    return getattr(getattr(iterator, "data_adapter", None), "partial_batch_size", None) or batch_size_of(iterator)
+    size = batch_size_of(iterator)
+    # A `PyDataset` has no batch size, and its adapter raises for that of the last batch.
+    return None if size is None else iterator.data_adapter.partial_batch_size or size
 
 
 def lengthen_epochs(iterator: EpochIterator, steps: int) -> None:
