@@ -122,6 +122,7 @@ class AveragingAdapter(Adapter):
     def idle(self, optimizer: keras.optimizers.Optimizer, gradients: list[Gradient], variables: list[Variable]) -> None:
         """Take part in the averages of the others, with the weights as they are."""
         self.before_step()
+        step_counter(self._inner).assign_add(1)
         self.after_step()
 
     def any_overflow(self, overflowed: tf.Tensor) -> tf.Tensor:
