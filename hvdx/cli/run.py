@@ -12,6 +12,7 @@ from pathlib import Path
 from hvdx.cli.common.hostfile import parse_hostfile
 from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.mpi_traffic import traffic_options
+from hvdx.cli.common.preflight import check_start
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.cli.common.reachable import check_hosts
 from hvdx.cli.supervising.supervisor import Job, supervise
@@ -89,10 +90,12 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         LaunchError: if there is no launcher or no program, the options are wrong, or hosts do not answer.
+        ConfigError: if `HVDX_STRATEGY` is no strategy.
     """
     words = program_of(args.program)
     if not words:
         raise LaunchError(f"run: expected a program after the options, got none. For example: {EXAMPLE}")
+    check_start(words, NAME)
     hosts = _hosts(args)
     workers = args.n if args.n is not None else sum(hosts.values()) - args.spares
     if workers < 1:
