@@ -31,7 +31,7 @@ COMMANDS = (
 )
 
 _DESCRIPTION = """\
-Train Keras 3 models on several machines: add one line to a script, and choose how workers combine their work.
+Train Keras 3 models on several machines: add a callback to a script, and choose how workers combine their work.
 """
 
 _FIRST_STEPS = """\
