@@ -77,11 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open_closed() -> None:
     """Open /dev/null in place of closed standard streams (`>&-`), whose numbers files and pipes would get."""
-    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
-        if stream is None:
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
             # The lowest free number. mpirun, which may replace this process, and its ranks inherit it.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-            name = ("stdin", "stdout", "stderr")[number]
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
