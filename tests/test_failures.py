@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hvdx.comm.failure import find_user_error
 from tests.launch import run
 
 # Seconds from the failure to the end of the job on all ranks; START adds the start of TensorFlow.
@@ -87,6 +88,20 @@ network().fit(data, steps_per_epoch=20, epochs=2, verbose=0, callbacks=[hvdx.ker
     done = fails(2, code)
     said = re.search(r"ending the job on all ranks: (.*)", done.out)
     assert re.fullmatch(r"ValueError: image 5 is broken \(<string>:\d+, in batches\)", said.group(1)), done
+
+
+def test_error_of_a_function_that_is_traced_has_its_own_text():
+    """AutoGraph wraps it, so that only its text says what was wrong."""
+    text = """in user code:
+
+    File "/home/me/train.py", line 12, in train_step  *
+        self.optimizer.apply(gradients)
+    File "/lib/python3.11/site-packages/hvdx/keras/adapters/xla.py", line 17, in refuse
+        raise ConfigError(
+
+    ConfigError: jit_compile: expected False.
+"""
+    assert find_user_error(text) == "ConfigError: jit_compile: expected False. (/home/me/train.py:12, in train_step)"
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "threshold:tau=0.1"])

@@ -54,6 +54,14 @@ def test_sdist_makes_the_same_wheel(sdist, wheel):
     }
 
 
+def test_editable_install_wins_over_a_folder_beside_the_script(source, wheel, tmp_path):
+    code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=source, stdout=subprocess.DEVNULL)
+    made = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    (pth,) = (name for name in made.namelist() if "/" not in name)
+    assert made.read(pth).decode().strip() == str(source)
+
+
 def test_wheel_holds_one_top_level_package(wheel):
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"hvdx"}

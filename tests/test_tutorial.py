@@ -62,6 +62,10 @@ def script(notebook, tmp_path):
 
 def test_resumed_training_has_the_losses_of_the_page(script, tmp_path):
     shown = [tuple(map(float, pair)) for pair in re.findall(f"Epoch [15]/5\n.*{LOSSES}", PAGE)]
+    commands = re.findall(r"^```sh\n(.*)\n```", PAGE.partition("## Stop and resume")[2], re.MULTILINE)
+    resume = "hvdx run -n {} --checkpoint ckpt python train.py"
+    # What follows is what they do; a further one would find a checkpoint of the others.
+    assert commands == [f"HVDX_LIMIT=epochs:2 {resume.format(2)}", resume.format(1)]
     env = {"HVDX_CHECKPOINT": str(tmp_path / "ckpt")}
     stopped = run(2, [str(script)], env=env | {"HVDX_LIMIT": "epochs:2"})
     assert stopped.code == 0, stopped

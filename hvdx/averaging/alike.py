@@ -1,12 +1,17 @@
 """Comparison of networks before they are averaged: tensors, and architecture."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from hvdx.averaging.network import Network, native
 from hvdx.errors import AverageError
 
 _OTHER = "Only networks of the same architecture have a mean."
+# Mean and variance that `Normalization.adapt` has computed, in Keras' files; the third tensor is an integer.
+_ADAPTED = re.compile(r"(?:^|/)(normalization(?:_\d+)?)/vars/[01]$")
 
 
 def check_alike(networks: Sequence[Network]) -> None:
@@ -31,6 +36,23 @@ def check_alike(networks: Sequence[Network]) -> None:
             if where is not None:
                 place, a, b = where
                 raise AverageError(f"{other.path}: {place}: expected {a!r}, as in {first.path}, got {b!r}. {_OTHER}")
+
+
+def adapted_differently(networks: Sequence[Network]) -> list[str]:
+    """Return the names of Keras' `Normalization` layers whose statistics differ between networks.
+
+    Args:
+        networks: open networks that are alike.
+    """
+    first, *others = networks
+    layers = {name: found[1] for name in first.tensors if (found := _ADAPTED.search(name))}
+    differ = (
+        layer
+        for name, layer in layers.items()
+        for other in others
+        if not np.array_equal(first.tensors[name].array(), other.tensors[name].array(), equal_nan=True)
+    )
+    return list(dict.fromkeys(differ))
 
 
 def _check_tensors(first: Network, other: Network) -> None:

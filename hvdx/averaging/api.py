@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from hvdx.averaging.alike import check_alike
+from hvdx.averaging.alike import adapted_differently, check_alike
 from hvdx.averaging.descriptors import room_for
 from hvdx.averaging.distance import Distance, distances
 from hvdx.averaging.formats import known, open_network
@@ -60,7 +60,8 @@ def average(
             written. Existing files then stay unchanged.
 
     Warns:
-        UserWarning: if batch normalisation statistics are stale, or if a mean is NaN or infinite.
+        UserWarning: if batch normalisation statistics are stale, if `Normalization` layers were adapted to different
+            data, or if a mean is NaN or infinite.
 
     Example:
         >>> import tempfile, pathlib
@@ -91,6 +92,7 @@ def average(
             )
         if recalibrate is not None:
             _check_recalibrates(first, Path(recalibrate))
+        adapted = adapted_differently(networks)
         total = sum(t.nbytes for t in first.tensors.values())
         counter = _Counter(total * len(networks), progress)
         mean = Mean(networks, numbers, rule, counter.add)
@@ -106,7 +108,7 @@ def average(
             write_whole(target, total, force, write)
         finally:
             mean.close()
-    _warn(first, mean, recalibrate is not None)
+    _warn(first, mean, adapted, recalibrate is not None)
 
 
 def compare(paths: Sequence[str | os.PathLike[str]], progress: Progress | None = None) -> list[Distance]:
@@ -217,7 +219,14 @@ class _Counter:
             self._progress(self._read, self._total)
 
 
-def _warn(network: Network, mean: Mean, recalibrated: bool) -> None:
+def _warn(network: Network, mean: Mean, adapted: Sequence[str], recalibrated: bool) -> None:
+    if adapted:
+        warnings.warn(
+            f"{', '.join(adapted)}: expected Normalization layers that were adapted to the same data, got different "
+            "statistics. Their mean fits none of the networks, which learned from inputs of different scales. Adapt "
+            "one layer to data of all of them before the trainings, and train again from it.",
+            stacklevel=3,
+        )
     if mean.not_a_number:
         reason = "one of the networks does, or they hold infinities of both signs"
         warnings.warn(f"the mean of {mean.not_a_number[0]} holds NaN: {reason}.", stacklevel=3)

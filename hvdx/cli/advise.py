@@ -193,7 +193,10 @@ def _report(
     from hvdx.costs.model import one_worker
 
     alone, shared, machine = measured
-    fits = [count for count in workers if count <= (alone.batches or count)]
+    most = answer.most_workers(alone)
+    # Numbers that the user gives may leave a worker a single batch.
+    limit = alone.batches if args.workers or args.hosts or most is None else min(alone.batches, max(2, most))
+    fits = [count for count in workers if count <= (limit or count)]
     if not fits:
         raise ConfigError(
             f"advise: -n: expected at most {alone.batches} workers, one for each batch of an epoch of the script, got "
@@ -201,16 +204,18 @@ def _report(
             "script's steps_per_epoch= if its epochs are shorter than its data."
         )
     document: dict[str, Any] = {"command": list(words), "training": _facts(alone, shared), "links": []}
-    texts = [_head(alone, shared, machine, per_host)]
+    advices, texts = [], [_head(alone, shared, machine, per_host)]
     worth = False
     for bandwidth, link in links.items():
         single = one_worker(answer.situation_of(alone, machine, link, 1, per_host))
         situation = answer.situation_of(shared, machine, link, max(workers), per_host)
         answers = answer.line_of_workers(situation, fits, bandwidth, single)
-        shown = [count for count in _LINE if count <= (alone.batches or count)]
+        shown = [count for count in _LINE if count <= (most or count)]
         line = answer.line_of_workers(situation, shown, bandwidth, single)
         worth = worth or any(a.best != answer.ALONE for a in answers)
-        texts.append(_section(situation, answers, line, shlex.join(words), args.hosts))
+        advice = answer.advice(answers, shlex.join(words), f" --hosts {args.hosts}" if args.hosts else "")
+        advices.append(f"At {bandwidth}:\n{advice}")
+        texts.append(_section(situation, answers, line))
         texts += filter(None, [answer.wrapped(answer.data_text(alone, [*workers, *_LINE]))])
         document["links"].append(
             {
@@ -224,7 +229,7 @@ def _report(
             }
         )
     if args.json is None or str(args.json) != "-":
-        print("\n\n".join(texts))
+        print("\n\n".join([*advices, *texts]))
     json_file.write("advise", args.json, document)
     return 0 if worth else 1
 
@@ -269,10 +274,8 @@ def _head(alone: "Training", shared: "Training", machine: "Machine", per_host: i
     return "\n".join(map(wrapped, lines))
 
 
-def _section(
-    situation: "Situation", answers: "Sequence[Answer]", line: "Sequence[Answer]", command: str, hosts: str | None
-) -> str:
-    """Return the text for one link."""
+def _section(situation: "Situation", answers: "Sequence[Answer]", line: "Sequence[Answer]") -> str:
+    """Return the tables for one link."""
     from hvdx.cli.advising import answer, chart
 
     network = situation.link
@@ -289,7 +292,6 @@ def _section(
     texts.append(f"best strategy by the number of workers at {answers[0].bandwidth}\n{answer.best_table(line)}")
     texts += filter(None, [answer.wrapped(answer.basis_text([*answers, *line]))])
     texts.append(chart.text(situation))
-    texts.append(answer.advice(answers, command, f" --hosts {hosts}" if hosts else ""))
     return "\n\n".join(texts)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdx.cli.common.mpi_tools import Mpi, find_mpi, mpirun_command
+from hvdx.cli.common.preflight import check_start
 from hvdx.cli.common.processes import child_environment, program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.cli.emulation import link_check
@@ -144,6 +145,7 @@ def _program(args: argparse.Namespace, shape: Shape) -> list[str]:
         raise ConfigError(f"lab: expected a command to run, got none. Do: {EXAMPLE}")
     if words[0].startswith("-"):
         raise ConfigError(f"lab: expected a command after the options, got {words[0]}. Do: {EXAMPLE}")
+    check_start(words, NAME)
     return words
 
 

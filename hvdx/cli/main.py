@@ -1,6 +1,8 @@
 """The `hvdx` command: find the sub-command, run it, and turn an HvdxError into one line and exit code 2."""
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -29,7 +31,7 @@ COMMANDS = (
 )
 
 _DESCRIPTION = """\
-Train Keras 3 models on several machines: add one line to a script, and choose how workers combine their work.
+Train Keras 3 models on several machines: add a callback to a script, and choose how workers combine their work.
 """
 
 _FIRST_STEPS = """\
@@ -57,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["--version"])  # doctest: +SKIP
         hvdx 0.1.0
     """
+    _open_closed()
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.command is None:
@@ -70,6 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _log.error("interrupted")
         return 130
+
+
+def _open_closed() -> None:
+    """Open /dev/null in place of closed standard streams (`>&-`), whose numbers files and pipes would get."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # The lowest free number. mpirun, which may replace this process, and its ranks inherit it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def build_parser() -> argparse.ArgumentParser:

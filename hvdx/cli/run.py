@@ -9,9 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdx.cli.common import notes
 from hvdx.cli.common.hostfile import parse_hostfile
 from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.mpi_traffic import traffic_options
+from hvdx.cli.common.preflight import check_start
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.cli.common.reachable import check_hosts
 from hvdx.cli.supervising.supervisor import Job, supervise
@@ -47,8 +49,9 @@ has a `Checkpoint` keeps its own. docs/survive.md says what is lost.
 With Open MPI, workers on one machine listen on no network, and workers on several exchange over the network that all
 hosts are on. OMPI_MCA_btl, OMPI_MCA_btl_tcp_if_include or ..._exclude changes that.
 
-The output shows the first worker's standard output and all workers' standard error; --all shows everything. On a
-cluster with a batch system, use `hvdx job`. Hosts that ssh does not reach without a password are named at the start.
+The output shows the first worker's standard output and all workers' standard error; --all shows everything.
+TensorFlow's start-up notes are left out, unless TF_CPP_MIN_LOG_LEVEL is set. On a cluster with a batch system, use
+`hvdx job`. Hosts that ssh does not reach without a password are named at the start.
 
 """
 
@@ -89,10 +92,12 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         LaunchError: if there is no launcher or no program, the options are wrong, or hosts do not answer.
+        ConfigError: if `HVDX_STRATEGY` is no strategy.
     """
     words = program_of(args.program)
     if not words:
         raise LaunchError(f"run: expected a program after the options, got none. For example: {EXAMPLE}")
+    check_start(words, NAME)
     hosts = _hosts(args)
     workers = args.n if args.n is not None else sum(hosts.values()) - args.spares
     if workers < 1:
@@ -133,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
     check_hosts(hosts)
     sys.stdout.flush()
     os.environ["PATH"] = search_path()
+    notes.leave_out()
     if args.max_restarts or survives:
         return supervise(Job(command, workers, hosts, args.max_restarts, args.min_workers or 1))
     # execv: signals and the terminal reach mpirun itself, and its exit code is that of this process.

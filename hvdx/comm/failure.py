@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import sys
+import textwrap
 import threading
 import time
 from types import TracebackType
@@ -91,7 +92,8 @@ def install(rank: int, size: int, survives: bool = False) -> None:
 
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 _RAISED = re.compile(r"^((?:\w+\.)*[A-Z]\w*): ?(.*)$", re.MULTILINE)
-_LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen")
+_HVDX = re.escape(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LIBRARIES = re.compile(rf"/(?:site|dist)-packages/|/lib/python\d|^<frozen|^{_HVDX}/")
 
 
 def find_user_error(text: str) -> str:
@@ -113,6 +115,9 @@ def find_user_error(text: str) -> str:
         'ValueError: no such image (/home/me/train.py:12, in images)'
     """
     _, found, traceback_ = text.partition("Traceback (most recent call last):")
+    if not found:  # AutoGraph's text for an error while a function is traced
+        _, found, traceback_ = text.partition("in user code:\n")
+        traceback_ = textwrap.dedent(traceback_)
     raised = _RAISED.search(traceback_) if found else None
     if raised is None:
         return ""

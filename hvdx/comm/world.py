@@ -5,8 +5,10 @@ graph, because its thread polls and takes a large part of a core from the traini
 Horovod can send those of GPUs directly.
 """
 
+import multiprocessing
 import os
 import socket
+import sys
 from dataclasses import replace
 from importlib import metadata
 
@@ -21,6 +23,9 @@ _log = Log(__name__)
 
 # Ranks that poll for messages starve each other. With more ranks per core, a step takes minutes and looks like a hang.
 _RANKS_PER_CORE = 4
+
+# Environment variable: process id of a rank that has joined, for its child processes.
+_RANK_PROCESS = "HVDX_RANK_PROCESS"
 
 _comm: Comm | None = None
 # Communicators for the graph, by engine; "auto" is not a key.
@@ -39,7 +44,8 @@ _split: int | str | None = None
 def start(servers: int = 0) -> Comm:
     """Join the world and return its communicator; later calls return the same one.
 
-    A process that no launcher started is a world of one rank, and no library is started for it.
+    A process that no launcher started is a world of one rank, and no library is started for it; so is a child process
+    of a rank, such as one of multiprocessing, whose environment is that of the rank.
 
     Args:
         servers: number of server ranks, taken from the end of the world; see `Comm.servers`. Ignored in a world of one.
@@ -56,7 +62,7 @@ def start(servers: int = 0) -> Comm:
             "hvdx.shutdown() at the end only, or have workers serve: servers='colocated'."
         )
     if _comm is None:
-        _launch = detect()
+        _launch = None if _is_child_of_rank() else detect()
         if _launch is not None and _launch.size is None:
             _launch = replace(_launch, size=mpi.initialise())
         if _launch is None or _launch.size == 1:
@@ -82,7 +88,27 @@ def start(servers: int = 0) -> Comm:
             else:
                 _check_servers(servers, _launch.size)
                 _comm = mpi.MpiComm(_launch, servers, split)
+            os.environ[_RANK_PROCESS] = str(os.getpid())
     return _comm
+
+
+def _is_child_of_rank() -> bool:
+    """Return whether this is a child process of a rank that has joined; say so if it is.
+
+    Ranks that this process's own launcher started are children of the launcher.
+    """
+    rank = os.environ.get(_RANK_PROCESS)
+    # While a child runs the script again, its module is `__mp_main__`, and no parent is known yet.
+    runs_again = sys.modules.get("__mp_main__") is not sys.modules["__main__"]
+    spawned = runs_again or multiprocessing.parent_process() is not None
+    if rank in (None, str(os.getpid())) or not (spawned or rank == str(os.getppid())):
+        return False
+    _log.warning(
+        f"process {os.getpid()} was started by a worker, process {rank}, and does not join the workers: hvdx.size() "
+        "is 1 in it. If it runs the script again, as multiprocessing's spawn does, put the training under "
+        "`if __name__ == '__main__':`, hvdx.init() included."
+    )
+    return True
 
 
 def set_split(split: int | str | None) -> None:

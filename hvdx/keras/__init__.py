@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from hvdx.keras import callbacks, layers
+from hvdx.keras import backend, callbacks, layers  # noqa: F401  backend is first: it refuses others than TensorFlow
 from hvdx.keras.adapters.optimizer import count_samples, flush
 from hvdx.keras.checkpoint import Checkpoint
 from hvdx.keras.costs import summary

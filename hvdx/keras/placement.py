@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm
-from hvdx.comm.launcher import TENSORFLOW_THREADS, detect, threads_for
+from hvdx.comm.launcher import TENSORFLOW_THREADS, detect, own_cores, threads_for
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -99,13 +99,21 @@ def place(comm: Comm) -> None:
         return
     threads = _set_threads(comm.local_size)
     mine = {name: os.environ[name] for name in _GPU_VARIABLES if name in os.environ}
-    ranks = [(socket.gethostname(), comm.local_size, mine)] * comm.local_size
+    ranks = [(socket.gethostname(), comm.local_size, mine, own_cores(comm.local_size))] * comm.local_size
     if not isinstance(comm, GraphComm):  # An all-gather by Horovod would start TensorFlow before its GPU is chosen.
         ranks = comm.all_gather_object(ranks[0], "the GPUs of each rank")
-    gpu = _set_gpu(comm, [environ for host, _, environ in ranks if host == socket.gethostname()])
+    gpu = _set_gpu(comm, [environ for host, _, environ, _ in ranks if host == socket.gethostname()])
     if comm.rank == 0:
-        sizes = sorted(size for _, size, _ in ranks)
+        sizes = sorted(size for _, size, _, _ in ranks)
         _log.info(f"{_describe_ranks(comm, sizes)}; {threads} and {gpu} a worker.")
+        host, size, _, share = min(ranks, key=lambda found: found[3])
+        if share < 1 and gpu == "no GPU":
+            cores = max(1, round(share * size))
+            _log.warning(
+                f"{size} workers on {cores} core{'s' * (cores != 1)} of {host}: they are slower than {cores} would be. "
+                f"Start at most one a core (hvdx run -n {cores}), or use more hosts.",
+                head="hvdx: warning: ",
+            )
 
 
 def _describe_ranks(comm: Comm, sizes: list[int]) -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import resource
 import shutil
+import warnings
 import zipfile
 
 import h5py
@@ -198,6 +199,25 @@ def test_warns_of_batch_normalisation(saved, tmp_path):
     for kind in ("mlp", "cnn", "own_class"):
         with pytest.warns(UserWarning, match="batch normalisation"):
             average(saved(kind), tmp_path / f"{kind}.keras")
+
+
+@pytest.mark.parametrize("ending", ["keras", "weights.h5"])
+def test_warns_of_layers_that_were_adapted_to_different_data(tmp_path, ending):
+    def save(name, scales):
+        scaled = [layers.Normalization() for _ in scales]
+        for layer, scale in zip(scaled, scales, strict=True):
+            layer.adapt(scale * np.arange(12.0).reshape(4, 3))
+        path = tmp_path / f"{name}.{ending}"
+        model = keras.Sequential([keras.Input((3,)), *scaled, layers.Dense(2)])
+        model.save(path) if ending == "keras" else model.save_weights(path)
+        return path
+
+    first, same, other = save("a", [1, 2]), save("b", [1, 2]), save("c", [1, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        average([first, same], tmp_path / f"same.{ending}")
+    with pytest.warns(UserWarning, match="^normalization_1: expected Normalization layers that were adapted to the"):
+        average([first, other], tmp_path / f"mean.{ending}")
 
 
 @pytest.mark.parametrize("name", ["left", "renamed"])

@@ -60,12 +60,28 @@ def test_advise_recommends_no_more_workers_than_an_epoch_has_batches(advise):
     code, text, _, document = advise("-n", "4,1024", *words)
     assert code == 0
     assert [a["workers"] for a in document["links"][0]["answers"]] == [4]
-    assert [point["workers"] for point in document["links"][0]["line"]] == [1, 2, 4, 8, 16]
-    assert "An epoch of this script has 23 batches of 64 samples. With more than 23 workers," in " ".join(text.split())
+    assert [point["workers"] for point in document["links"][0]["line"]] == [1, 2, 4]
+    assert "An epoch of this script has 23 batches of 64 samples. With more than 5 workers," in " ".join(text.split())
     assert "hvdx run -n 4" in text
+    # Numbers that nobody asked for leave a worker four batches.
+    words[-1] = "15"
+    assert [a["workers"] for a in advise(*words)[3]["links"][0]["answers"]] == [2]
+    words[-1] = "23"
     code, _, said, _ = advise("-n", "1024", *words)
     assert code == 2
     assert "-n: expected at most 23 workers" in said
+
+
+def test_answer_is_first_and_says_what_it_holds_for_if_the_batch_is_kept(advise):
+    _, text, _, document = advise("--bandwidth", "10mbit", "-n", "4", *STAND_IN, "write", "20", "2000000")
+    first = " ".join(text.partition("\n\n")[0].split())
+    assert first.startswith("At 10mbit: threshold on 4 workers")
+    assert first.endswith(" ".join(["hvdx run -n 4", *STAND_IN, "write 20 2000000"]))
+    row = next(row for row in document["links"][0]["answers"][0]["strategies"] if row["strategy"] == "threshold")
+    most = 0.02 / (row["seconds"] - 0.75 * row["terms"]["computing"])
+    assert f"it takes at most {most:.2f} times" not in first
+    assert f"the same strategy takes at most {most:.2f} times the samples per second" in first
+    assert most < row["speedup"]
 
 
 def test_advice_fits_a_terminal(advise):

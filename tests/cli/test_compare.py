@@ -73,7 +73,7 @@ def test_comparison_runs_all_and_prints_the_verdict(compare, capsys):
     assert "2 of 9: all_reduce, 2 workers, seed 0 ... " in printed.err
     assert "val_accuracy 0.8; about" in printed.err
     assert ": time to val_accuracy 0.65: 6.06 s on one worker, 2.02 s with threshold." in printed.out
-    assert "Fastest training, seconds an epoch: threshold, 1.01 s, 2.00 times as fast as all_reduce" in printed.out
+    assert "Fastest of several workers, seconds an epoch: threshold, 1.01 s, 2.00 times as fast as all_r" in printed.out
     found = outcomes(compare.folder)
     assert len(found) == 9
     assert found["threshold_2w_seed1"] | {"seconds": 0} == {

@@ -45,6 +45,13 @@ def test_unknown_command_is_an_error(capsys):
     assert "no-such-command" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", ["run -n 1 {python} -c 'print(1)'", "run -n 1 --dry-run {python}", "doctor --help"])
+def test_closed_streams_are_no_error(options):
+    command = f"{sys.executable} -m hvdx {options.format(python=sys.executable)} <&- >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_hvdx_error_becomes_one_line_and_exit_code_2(capsys, monkeypatch):
     def run(args):
         raise ConfigError("period: expected 1 or more, got 0. Do: give a positive number.")

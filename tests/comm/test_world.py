@@ -1,11 +1,13 @@
-"""Choice of the engine for tensors in the graph."""
+"""Choice of the engine for tensors in the graph, and processes that do not join."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
 
 from hvdx.comm import horovod, world
+from tests.launch import run
 from tests.strategies.virtual import on_all
 
 
@@ -36,3 +38,23 @@ def test_horovod_is_loaded_only_if_there_are_gpus(gpus, found, monkeypatch):
     monkeypatch.setattr(horovod, "load", lambda: loaded.append(1) or SimpleNamespace(nccl_built=lambda: 1))
     assert world._horovod_and_gpus() == found
     assert len(loaded) == len(gpus)
+
+
+def test_child_process_of_a_rank_does_not_join():
+    code = """
+import subprocess, sys
+from hvdx import comm
+comm.start()
+child = [sys.executable, "-c", "from hvdx import comm; print(f'CHILD of {comm.start().size}')"]
+subprocess.run(child, check=True)
+print(f"SUM {sum(comm.start().all_gather_object(1, 'test'))}")
+"""
+    done = run(2, ["-c", code], 60)
+    assert done.code == 0, done
+    assert done.out.count("CHILD of 1") == done.out.count("does not join the workers") == done.out.count("SUM 2") == 2
+
+
+def test_ranks_of_a_launcher_that_a_rank_has_started_join(monkeypatch):
+    for process, is_child in (("0", False), (str(os.getpid()), False), (str(os.getppid()), True)):
+        monkeypatch.setenv("HVDX_RANK_PROCESS", process)
+        assert world._is_child_of_rank() == is_child

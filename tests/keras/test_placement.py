@@ -111,6 +111,16 @@ def test_a_worker_gets_one_gpu_and_its_share_of_threads(environment, capsys):
     assert capsys.readouterr().err == "hvdx: 4 workers on one host; 3 threads and one GPU a worker.\n"
 
 
+@pytest.mark.parametrize(("share", "said"), [(0.5, "4 workers on 2 cores of "), (1.0, ""), (0.2, "on 1 core of ")])
+def test_more_workers_than_cores_print_a_warning(environment, capsys, monkeypatch, share, said):
+    environment(Config(0))
+    monkeypatch.setattr("hvdx.comm.launcher._fair", share)
+    place(ranks(4))
+    text = capsys.readouterr().err
+    assert said in text
+    assert text.count("Start at most one a core (hvdx run -n") == bool(said)
+
+
 def test_workers_that_share_a_gpu_print_a_warning(environment, capsys):
     config = environment(Config(1))
     place(ranks(2))

@@ -3,6 +3,7 @@
 # Tests: hvdx/keras/fit/checks.py, hvdx/keras/fit/distribute.py, hvdx/keras/fit/metrics.py, hvdx/keras/fit/replicas.py
 # Tests: hvdx/keras/fit/traces.py, hvdx/keras/fit/train_step.py, hvdx/report/counters.py
 
+import copy
 import json
 import zipfile
 
@@ -525,3 +526,24 @@ def test_a_changed_training_is_traced_again(monkeypatch):
     assert replicas.differing(model.weights, world.start())
     assert _traces(model, "all_reduce") == [1]
     models.assert_identical(model, optimizer=False)
+
+
+@pytest.mark.sizes(1, 2)
+def test_copy_is_a_fresh_callback_with_the_same_arguments():
+    """Tuners of hyperparameters copy the callbacks of each trial, also after a fit."""
+    model = models.compiled(models.network(lambda: keras.layers.Dense(3), seed=0), "sgd")
+    original = hvd.Distribute("parameter_averaging:period=2", check_every=3)
+    models.fit(model, [original])
+    for made in (copy.deepcopy([original])[0], copy.copy(original)):
+        assert made is not original
+        assert (str(made.strategy), made.check_every) == (str(original.strategy), 3)
+        assert not {id(part) for part in made.parts} & {id(part) for part in original.parts}
+        model = models.compiled(models.network(lambda: keras.layers.Dense(3), seed=hvdx.rank()), "sgd")
+        models.fit(model, [made])
+        models.assert_identical(model)
+
+
+@pytest.mark.sizes(1)
+def test_model_of_keras_2_is_refused():
+    with pytest.raises(ConfigError, match=r"expected a model of Keras 3, got tests.*\.Keras2\. Do: "):
+        hvd.Distribute().set_model(type("Keras2", (), {"__module__": "tests.tf_keras", "__qualname__": "Keras2"})())

@@ -17,6 +17,8 @@ from hvdx.strategies.auto import WORTH_WORKERS
 ALONE = "one worker"
 #: Row of the split layers, which are no strategy.
 SPLIT = "split layers"
+#: Fewest batches of an epoch for each worker, at which numbers of workers that nobody asked for end.
+FEWEST_BATCHES = 4
 #: Largest numbers of workers for which predicted steps were compared with emulated hosts, and with `hvdx simulate`.
 MEASURED, SIMULATED = 4, 1024
 # Strategies with options that are predicted beside those of `names()` with their defaults.
@@ -57,6 +59,12 @@ class Answer:
     def speedup(self, spelling: str) -> float:
         """Return the samples per second of a strategy, relative to those of one worker."""
         return self.predictions.get(spelling, self.alone).samples / self.alone.samples
+
+    def speedup_of_whole_batch(self, spelling: str) -> float:
+        """Return the same if all workers together take the batch of one: at best, their computing is one N-th."""
+        step = self.predictions.get(spelling, self.alone)
+        computing = step.terms.get("computing", 0.0)
+        return self.alone.seconds / max(step.seconds - computing * (1 - 1 / self.workers), 1e-12)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answer for JSON."""
@@ -207,19 +215,26 @@ def basis_text(answers: Sequence[Answer]) -> str:
 
 
 def data_text(training: Training, counts: Sequence[int]) -> str:
-    """Return a sentence if some numbers of workers are too many for the data of an epoch; "" if none is.
+    """Return a sentence if some numbers of workers have few batches of an epoch each; "" if none has.
 
     Args:
         training: training on one worker.
         counts: numbers of workers, those of the table of up to 1024 workers included.
     """
-    if not training.batches or max(counts) <= training.batches:
+    most = most_workers(training)
+    if most is None or max(counts) <= most:
         return ""
     samples = f" of {training.batch} samples" if training.batch else ""
     return (
-        f"An epoch of this script has {training.batches:,} batches{samples}. With more than {training.batches:,} "
-        "workers, a worker has less than a batch; those numbers are left out, whatever their samples per second."
+        f"An epoch of this script has {training.batches:,} batches{samples}. With more than {most:,} "
+        f"worker{'s' * (most != 1)}, a worker has fewer than {FEWEST_BATCHES} of them; those numbers are left out, "
+        "whatever their samples per second."
     )
+
+
+def most_workers(training: Training) -> int | None:
+    """Return the largest number of workers with enough batches of an epoch each; None if these are unknown."""
+    return max(1, training.batches // FEWEST_BATCHES) if training.batches else None
 
 
 def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
@@ -248,7 +263,10 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
     note = f" ({best.fastest.note})" if best.fastest.note else ""
     lines = [
         f"{best.best} on {best.workers} workers{note} takes {best.speedup(best.best):.2f} times the samples per second "
-        f"of one worker. The largest term of a step is {best.fastest.bottleneck}."
+        f"of one worker. The largest term of a step is {best.fastest.bottleneck}.",
+        f"This counts a batch of one worker on each: a step has {best.workers} times the samples, and an epoch fewer "
+        f"steps. If the script keeps its batch (global_batch_size=), the same strategy takes at most "
+        f"{best.speedup_of_whole_batch(best.best):.2f} times the samples per second.",
     ]
     declined = [str(a.workers) for a in answers if a.best == ALONE and a.workers > 1]
     if declined:

@@ -16,6 +16,7 @@ def refuse() -> None:
     if traces_for_xla():
         raise ConfigError(
             "jit_compile: expected False where gradients are combined over ranks, got True: XLA cannot compile "
-            "communication between ranks. Do: model.compile(..., jit_compile=False), or add the callback Distribute or "
-            "BroadcastGlobalVariablesCallback, which turn it off."
+            "communication between ranks. Do: move @tf.function(jit_compile=True) from a train_step to the part of it "
+            "that computes the gradients; or model.compile(..., jit_compile=False); or add the callback Distribute or "
+            "BroadcastGlobalVariablesCallback, which turn the option of compile off."
         )

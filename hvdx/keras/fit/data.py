@@ -115,7 +115,7 @@ def shard(
             part of them, before they are shuffled.
         shuffle: draw a new order each epoch. For a dataset, a number is the size of the shuffle buffer (by default
             10,000, or the size of a smaller dataset). A dataset is shuffled before it is sharded, so every rank reads
-            all of it.
+            all of it, and does what was mapped before: map augmentation after this call.
         seed: seed of the orders; the same on all ranks.
         drop_remainder: leave out samples that do not fill a step on all ranks. False keeps every sample; the last
             batches are then smaller, and the numbers of steps may differ by one between ranks.

@@ -88,6 +88,7 @@ class Distribute(Parts):
         summed: Owner | Sequence[Owner] | None = None,
     ):
         super().__init__()
+        self._arguments = strategy, check_every, record, local, summed
         strategy = resolve(strategy)
         limit, recording = limits.from_environment(), Recording(record)
         comm: Comm = join(strategy)
@@ -131,6 +132,13 @@ class Distribute(Parts):
         # The last epoch that has ended, and its logs.
         self._ended: tuple[int | None, dict[str, object] | None] = None, None
 
+    def __copy__(self) -> "Distribute":
+        """Return a fresh callback with the same arguments: a fit leaves state, and the communicator has no copy."""
+        return Distribute(*self._arguments)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Distribute":
+        return self.__copy__()
+
     @property
     def strategy(self) -> Strategy:
         """Strategy of the fit; a provisional one is replaced by its successor."""
@@ -151,6 +159,11 @@ class Distribute(Parts):
 
     def set_model(self, model: keras.Model) -> None:
         """Arrange the callback list; Keras calls this before it makes the training function."""
+        if not isinstance(model, keras.Model):
+            raise ConfigError.on_all_ranks(
+                f"model: expected a model of Keras 3, got {type(model).__module__}.{type(model).__qualname__}. Do: "
+                "make it with `import keras` in place of tf_keras; for tf.keras, unset TF_USE_LEGACY_KERAS."
+            )
         super().set_model(model)
         found = calling_list(self)
         added = None if found is None else self._saving.add_checkpoint(found)

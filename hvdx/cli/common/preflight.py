@@ -1,0 +1,51 @@
+"""Checks of a command of workers that would fail on each of them, or wait for ever, before any of them is started."""
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdx.errors import LaunchError
+from hvdx.strategies import resolve
+
+
+def check_start(words: Sequence[str], command: str) -> None:
+    """Check the program of the workers, and the environment that they will have.
+
+    Args:
+        words: the program and its arguments.
+        command: subcommand of hvdx, for the messages.
+
+    Raises:
+        LaunchError: if Keras has another backend, or Python reads its script from standard input.
+        ConfigError: if `HVDX_STRATEGY` is no strategy.
+    """
+    backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
+    if backend != "tensorflow":
+        raise LaunchError(
+            f"{command}: KERAS_BACKEND={backend}: expected tensorflow, on which alone hvdx trains. Do: unset "
+            "KERAS_BACKEND, or KERAS_BACKEND=tensorflow."
+        )
+    if _reads_its_script_from_stdin(words):
+        raise LaunchError(
+            f"{command}: {' '.join(words)}: expected a script in a file, got one on standard input, which one worker "
+            f"alone could read. Do: save it as train.py, then hvdx {command} ... {words[0]} train.py"
+        )
+    resolve(None)
+
+
+def _reads_its_script_from_stdin(words: Sequence[str]) -> bool:
+    """Return whether the command is `python -`, or `python` with a file or a pipe as standard input."""
+    if not re.fullmatch(r"python[\d.]*", Path(words[0]).name):
+        return False
+    # The options that take no argument of their own, such as -u.
+    script = next((word for word in words[1:] if not re.fullmatch(r"-[bBdEiIOPqsSuvx]+", word)), None)
+    if script is not None or sys.stdin is None:
+        return script == "-"
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
