@@ -37,6 +37,7 @@ class Adapter:
         holds_loss_scale: True if the attached optimiser is a loss-scale optimiser, whose skipped steps the adapter
             handles.
         steps: int64 variable, number of steps that reached the optimiser, including skipped and accumulated ones.
+        unflushed: number of them since the last call of `settle`.
     """
 
     strategy: Strategy
@@ -58,6 +59,7 @@ class Adapter:
         self.stepped = False
         self.owner: keras.callbacks.Callback | None = None
         self.holds_loss_scale = False
+        self._settled = 0
         with tf.device("CPU:0"):
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
 
@@ -99,6 +101,7 @@ class Adapter:
     def reset(self) -> None:
         """Reset the counters to zero."""
         self.steps.assign(0)
+        self._settled = 0
 
     def count_step(self) -> None:
         """Count a step that has reached the optimiser."""
@@ -170,6 +173,15 @@ class Adapter:
 
     def flush(self) -> None:
         """Apply every update in flight, so that the weights can be read. Collective."""
+
+    def settle(self) -> None:
+        """Flush, and record that the weights of this step can be read. Collective."""
+        self.flush()
+        self._settled = int(self.steps.numpy())
+
+    @property
+    def unflushed(self) -> int:
+        return int(self.steps.numpy()) - self._settled
 
     def prepare_broadcast(self) -> None:
         """Prepare for a broadcast of rank 0's weights; by default, flush. Collective."""

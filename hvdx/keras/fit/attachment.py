@@ -180,7 +180,7 @@ class Attachment(Part):
     def end_steps(self) -> None:
         """Apply every update in flight."""
         for adapter in self.adapters:
-            adapter.flush()
+            adapter.settle()
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Detach the optimisers that this part attached, and undo its changes to the model."""
