@@ -1,5 +1,6 @@
 """Training loops of a script's own, without `fit`: `prepare`, `flush` and `combine`."""
 
+import atexit
 import functools
 import weakref
 
@@ -19,7 +20,10 @@ from hvdx.keras.seams.frames import running_fits
 from hvdx.keras.seams.layers import guard_saving
 from hvdx.keras.types import Structure
 from hvdx.keras.weight_parts import mark_state
+from hvdx.log import Log
 from hvdx.strategies import Strategy, resolve
+
+_log = Log(__name__)
 
 # Prepared optimisers of each model; of a loss-scale optimiser, the inner one.
 _prepared: "weakref.WeakKeyDictionary[keras.Model, weakref.WeakSet[keras.optimizers.Optimizer]]" = (
@@ -64,7 +68,7 @@ def prepare(
     if comm.size > 1:
         _start_alike(model, prepared, comm)
         state.begin(model)
-        _guard_saving()
+        _watch()
         _prepared.setdefault(model, weakref.WeakSet()).add(innermost(prepared))
     return prepared
 
@@ -137,8 +141,22 @@ def _start_alike(model: keras.Model, optimizer: keras.optimizers.Optimizer, comm
 
 
 @functools.cache
-def _guard_saving() -> None:
+def _watch() -> None:
     guard_saving(_check_flushed)
+    atexit.register(_tell_unflushed)
+
+
+def _tell_unflushed() -> None:
+    """Say at the end of the script that the last weights, which it may have read, were not the same on all ranks."""
+    for optimizer in [o for optimizers in _prepared.values() for o in optimizers]:
+        adapter = adapter_of(optimizer)
+        if adapter is None or adapter.comm.rank > 0 or adapter.strategy.placement == "gradient":
+            continue  # combined gradients change the weights alike on all ranks
+        if adapter.unflushed:
+            _log.warning(
+                f"the script ended {adapter.unflushed} steps after the last flush of optimizer {optimizer.name}, with "
+                "other weights on each rank. Call hvdx.keras.flush(optimizer) on all ranks after the last step."
+            )
 
 
 def _check_flushed(model: keras.Model) -> None:

@@ -14,6 +14,7 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras import loops
 from tests.ranks import models
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
@@ -51,7 +52,7 @@ def take_steps(model, optimizer, count=2):
 
 
 @pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[2]])
-def test_weights_are_saved_after_a_flush_only(strategy, tmp_path, monkeypatch):
+def test_weights_are_saved_after_a_flush_only(strategy, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     model = models.network(keras.layers.BatchNormalization, seed=hvdx.rank())
     optimizer = hvd.prepare(model, keras.optimizers.Adam(), strategy)
@@ -64,7 +65,12 @@ def test_weights_are_saved_after_a_flush_only(strategy, tmp_path, monkeypatch):
     ):
         with pytest.raises(ConfigError, match=r"2 steps after the last flush of optimizer adam\w*\. Do: hvdx"):
             save()
+    loops._tell_unflushed()
+    said = f"the script ended 2 steps after the last flush of optimizer {optimizer.name}, with other weights on"
+    assert (said in capfd.readouterr().err) == (hvdx.rank() == 0 and strategy != "all_reduce")
     hvd.flush(optimizer)
+    loops._tell_unflushed()
+    assert "the script ended" not in capfd.readouterr().err
     models.assert_identical(model, optimizer=False)  # the statistics of the batches too
     model.save(tmp_path / f"{hvdx.rank()}.keras")
     take_steps(model, optimizer)
