@@ -23,6 +23,8 @@ class HvdxError(Exception):
 
     #: True when every rank raises the same error at the same point. Rank 0 then prints it for all ranks.
     collective = False
+    #: Makes AutoGraph leave the message of an error in a `tf.function` as it is, without the lines of its own code.
+    ag_pass_through = True
 
     @classmethod
     def on_all_ranks(cls, message: str) -> Self:

@@ -292,8 +292,12 @@ def departure(rank: int, size: int, host: str, how: str) -> str:
     Example:
         >>> departure(1, 4, "node2", "sys.exit(3)")
         'rank 1 of 4 on node2 ended: sys.exit(3), and the others cannot continue without it'
+        >>> "the same number of steps" in departure(1, 4, "node2", "")
+        True
     """
-    return f"rank {rank} of {size} on {host} ended{': ' * bool(how)}{how}, and the others cannot continue without it"
+    said = f"rank {rank} of {size} on {host} ended{': ' * bool(how)}{how}, and the others cannot continue without it"
+    # A rank whose script has come to its end has taken fewer steps, or has skipped one.
+    return said if how else f"{said} (all take the same number of steps, and decide alike: see hvdx.keras.combine)"
 
 
 def print_end(said: str) -> None:

@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from hvdx.keras import backend, callbacks, layers  # noqa: F401  backend is first: it refuses others than TensorFlow
-from hvdx.keras.adapters.optimizer import count_samples, flush
+from hvdx.keras.adapters.optimizer import count_samples
 from hvdx.keras.checkpoint import Checkpoint
 from hvdx.keras.costs import summary
 from hvdx.keras.fit.data import shard
@@ -65,6 +65,7 @@ from hvdx.keras.horovod.queries import (
     rocm_built,
 )
 from hvdx.keras.inference import evaluate, predict
+from hvdx.keras.loops import combine, flush, prepare
 
 __all__ = [
     "Adasum",
@@ -93,6 +94,7 @@ __all__ = [
     "broadcast_variables",
     "callbacks",
     "ccl_built",
+    "combine",
     "count_samples",
     "cross_rank",
     "cross_size",
@@ -119,6 +121,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "predict",
+    "prepare",
     "rank",
     "reducescatter",
     "remove_process_set",

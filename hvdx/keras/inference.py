@@ -14,6 +14,7 @@ from hvdx.keras.fit import arrays, metrics, replicas
 from hvdx.keras.fit.agreement import pipeline, shares
 from hvdx.keras.fit.data import untuned
 from hvdx.keras.joining import join
+from hvdx.keras.loops import flush_all
 from hvdx.keras.types import Arrays, LogValues, Structure
 from hvdx.keras.weight_parts import has_parts
 
@@ -98,6 +99,7 @@ def _open(
     """Return this rank's part of the data, None if it is empty, and the number of elements of all parts. Collective."""
 
     share: tf.data.Dataset | None = None
+    flush_all(model)
 
     def work() -> int:
         nonlocal share

@@ -513,14 +513,16 @@ def scalars(folder):
     return {value.tag for events in found for event in events for value in event.summary.value}
 
 
-def check_watch_fits():
-    lists, original = [], keras.callbacks.CallbackList.on_train_begin
+def check_watch_applies():
+    seen, original = [], keras.optimizers.Optimizer.apply
+    model, scaled = small(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     try:
-        callbacks.watch_fits(lists.append)
-        small().fit(X, Y, verbose=0)
+        optimizers.watch_applies(seen.append)
+        model.fit(X, Y, verbose=0)
+        scaled.apply([tf.zeros_like(v) for v in model.trainable_variables], model.trainable_variables)
     finally:
-        keras.callbacks.CallbackList.on_train_begin = original
-    assert isinstance(lists[0], keras.callbacks.CallbackList)
+        keras.optimizers.Optimizer.apply = original
+    assert seen == [model.optimizer, scaled.inner_optimizer]
 
 
 def check_steps_since_saving(tmp_path):

@@ -397,6 +397,39 @@ def test_guard_can_be_switched_off():
         hvd.Distribute(check_every=0)
 
 
+def compile_again(model):
+    model.compile("adam", "mse")
+
+
+def compile_and_trace(model):
+    model.compile("adam", "mse")
+    model.make_train_function()
+
+
+def assign(model):
+    model.optimizer = keras.optimizers.SGD(0.2)
+    model.make_train_function(force=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "hook"), [(compile_again, "epoch_begin"), (compile_and_trace, "epoch_end"), (assign, "train_batch_end")]
+)
+def test_another_optimizer_within_a_fit_is_refused(change, hook):
+    """The ranks would train it separately, and an error about replicas that differ would name no remedy."""
+    model = models.compiled(models.network(seed=0), "sgd")
+    first = model.optimizer
+
+    def once(number, logs):
+        if number == 1:
+            change(model)
+
+    callback = keras.callbacks.LambdaCallback(**{f"on_{hook}": once})
+    with pytest.raises(NotDistributedError, match=r"fit: expected the optimizer .*initial_epoch=E"):
+        models.fit(model, [hvd.Distribute(), callback], epochs=3)
+    models.fit(models.compiled(model, first), [hvd.Distribute()], epochs=1)
+    models.assert_identical(model)
+
+
 @pytest.mark.graph
 def test_train_step_that_bypasses_the_optimizer_is_refused():
     class Bypass(keras.Sequential):

@@ -37,7 +37,7 @@ FOREIGN = {
     *("model", "self.model", "optimizer", "variable", "iterator", "self._iterator", "options", "graph", "keras"),
     *(("optimizer", "part"), ("distributed_optimizer", "part"), ("distributed_optimizer", "inner")),
     *(("callback_list", "callbacks"), ("callback_list", "callback"), ("callback_list", "bar")),
-    *(("callback_list", "logger"), ("separate", "self._callbacks"), ("py_datasets", "adapter")),
+    *(("callback_list", "logger"), ("py_datasets", "adapter")),
     *(("generators", "state"), ("shares", "share"), ("data", "made"), ("autograph", "config"), ("loss", "losses")),
     *(("train_step", "train_step"), ("whole", "split"), ("whole", "owner")),
 }

@@ -58,6 +58,7 @@ class Adapter:
         rows: float64 scalar, rows of this rank's next step; None if all ranks have as many, or count alike.
         full: rows of a full batch, the same on all ranks; a unit for `rows`.
         record: function that is told each call of the optimiser; None if nobody records them.
+        unflushed: number of them since the last call of `settle`.
     """
 
     strategy: Strategy
@@ -83,6 +84,7 @@ class Adapter:
         self.full = ROWS
         self.record: Callable[[Call], None] | None = None
         self._accumulates = False
+        self._settled = 0
         with tf.device("CPU:0"):
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
 
@@ -124,6 +126,7 @@ class Adapter:
     def reset(self) -> None:
         """Reset the counters to zero."""
         self.steps.assign(0)
+        self._settled = 0
 
     def count_step(self) -> None:
         """Count a step that has reached the optimiser."""
@@ -239,6 +242,15 @@ class Adapter:
 
     def flush(self) -> None:
         """Apply every update in flight, so that the weights can be read. Collective."""
+
+    def settle(self) -> None:
+        """Flush, and record that the weights of this step can be read. Collective."""
+        self.flush()
+        self._settled = int(self.steps.numpy())
+
+    @property
+    def unflushed(self) -> int:
+        return int(self.steps.numpy()) - self._settled
 
     def prepare_broadcast(self) -> None:
         """Prepare for a broadcast of rank 0's weights; by default, flush. Collective."""

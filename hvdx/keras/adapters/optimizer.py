@@ -128,23 +128,10 @@ def detach(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def flush(optimizer: keras.optimizers.Optimizer) -> None:
-    """Apply the updates in flight, or average weights that ranks have trained separately. Collective.
-
-    In a training loop of your own, call it on all ranks before you read the weights, and at the end. `Distribute` does
-    this for you. Weights that no gradient reaches (batch normalisation's statistics) do not change.
-
-    Args:
-        optimizer: distributed optimiser; nothing is done for a plain one.
-
-    Raises:
-        ReplicaError: on all ranks, if they have taken different numbers of steps.
-
-    Example:
-        >>> flush(keras.optimizers.SGD(0.1))
-    """
+    """Flush the exchange of an optimiser; do nothing for a plain one. Collective; see `hvdx.keras.flush`."""
     adapter = adapter_of(optimizer)
     if adapter is not None:
-        adapter.flush()
+        adapter.settle()
 
 
 def count_samples(optimizer: keras.optimizers.Optimizer, count: int | tf.Tensor) -> None:

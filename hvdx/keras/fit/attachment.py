@@ -49,6 +49,7 @@ class Attachment(Part):
         super().__init__()
         self._comm, self.strategy, self._recording = comm, strategy, recording
         self.adapters: list[Adapter] = []
+        self._optimizers: list[keras.optimizers.Optimizer] = []
         self.traced = True
         self._earlier_costs: list[Telemetry] = []
         self._jit_compile: bool | str | None = None
@@ -99,7 +100,7 @@ class Attachment(Part):
         if self._comm.any_true(kept is None):
             kept = None
         self.traced = kept is None
-        optimizers = optimizers_of(model)
+        self._optimizers = optimizers = optimizers_of(model)
         before = kept.adapters if kept is not None else [None] * len(optimizers)
         self.adapters = [
             self._attach(o, f"fit.{i}", earlier) for i, (o, earlier) in enumerate(zip(optimizers, before, strict=True))
@@ -201,11 +202,13 @@ class Attachment(Part):
 
     def begin_steps(self) -> None:
         """Begin the epoch of each adapter."""
+        self._check_optimizer()
         for adapter in self.adapters:
             adapter.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Check that the step went through the optimisers, and replace a provisional strategy that is ready."""
+        self._check_optimizer()
         if not any(adapter.stepped for adapter in self.adapters) and self.model.trainable_weights:
             raise NotDistributedError(
                 "the training step did not go through the optimizer, so the ranks would train separately. In a custom "
@@ -216,6 +219,21 @@ class Attachment(Part):
             exchanges = [adapter.exchange for adapter in self.adapters if adapter.exchange is not None]
             if self.strategy.ready(exchanges):
                 self._switch_strategy(exchanges)
+
+    def _check_optimizer(self) -> None:
+        """Refuse another optimiser than that with which the fit began, and `compile`, after which Keras cannot go on.
+
+        Raises:
+            NotDistributedError: if a callback has called `compile`, or has given the model another optimiser.
+        """
+        present = self.model.optimizer
+        known = not isinstance(present, keras.optimizers.Optimizer) or adapter_of(present) in self.adapters
+        if self.model.train_function is None or not known:
+            raise NotDistributedError(
+                "fit: expected the optimizer with which it began, got a call of compile(), or another optimizer, in a "
+                "callback: the ranks would train it separately. Do: end this fit before, compile, and call fit(..., "
+                "initial_epoch=E) for the other epochs."
+            )
 
     def _switch_strategy(self, exchanges: list[HostExchange]) -> None:
         """Replace a provisional strategy by its successor. Collective."""
@@ -248,14 +266,15 @@ class Attachment(Part):
     def end_steps(self) -> None:
         """Apply every update in flight."""
         for adapter in self.adapters:
-            adapter.flush()
+            adapter.settle()
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Detach the optimisers that this part attached, and undo its changes to the model."""
-        for optimizer in optimizers_of(self.model):
+        for optimizer in self._optimizers:
             attached = adapter_of(optimizer)
             if attached is not None and attached.owner is self:
                 detach(optimizer)
+        self._optimizers = []
         adapters, self.adapters = self.adapters, []
         restore_train_step(self.model)
         idling, self._idling = self._idling, None

@@ -6,7 +6,7 @@ counts, or the AUC of all samples, which differs from the mean of the ranks' AUC
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -35,8 +35,8 @@ def over_all_samples(model: keras.Model, comm: Comm) -> LogValues:
         model: compiled model; its metrics' variables hold the combined counts afterwards.
         comm: the ranks.
     """
-    _combine_states(model, comm)
-    return {k: _plain(v) for k, v in model.get_metrics_result().items()}
+    combine_states(model.metrics, comm)
+    return {k: plain(v) for k, v in model.get_metrics_result().items()}
 
 
 def mean_over_ranks(logs: LogValues, comm: Comm) -> LogValues:
@@ -52,7 +52,7 @@ def mean_over_ranks(logs: LogValues, comm: Comm) -> LogValues:
     Returns:
         The means, and the other values of this rank unchanged. A rank without batches has no logs, and does not count.
     """
-    numbers = {k: array for k, v in logs.items() if (array := _numbers(v)) is not None}
+    numbers = {k: array for k, v in logs.items() if (array := as_numbers(v)) is not None}
     everyone = comm.all_gather_object(numbers if logs else None, "logs")
     present = [r for r in everyone if r is not None]
     common = [k for k in (present[0] if present else ()) if all(k in r for r in present)]
@@ -135,8 +135,9 @@ class EpochLogs(Part):
         self._step = {}
 
 
-def _combine_states(model: keras.Model, comm: Comm) -> None:
-    variables = [v for metric in model.metrics for v in metric.variables]
+def combine_states(metrics: Sequence[keras.Metric], comm: Comm) -> None:
+    """Make the variables of metrics hold the combined counts of all ranks. Collective."""
+    variables = [v for metric in metrics for v in metric.variables]
     if not variables:
         return
     local = [np.asarray(tf.convert_to_tensor(v).numpy(), dtype=np.float64) for v in variables]
@@ -158,28 +159,28 @@ def _contribution(variable: Variable) -> Callable[[np.ndarray, Comm], np.ndarray
     return lambda x, comm: x / comm.size
 
 
-def _plain(value: object) -> float | np.ndarray:
+def plain(value: object) -> float | np.ndarray:
     """Convert a metric's result to a float, or to an array if it has several values."""
     array = np.asarray(value)
     return float(array) if array.ndim == 0 else array
 
 
-def _numbers(value: object) -> np.ndarray | None:
+def as_numbers(value: object) -> np.ndarray | None:
     """Return a number or the numbers in an array, a tensor or a list as float64; None for anything else."""
     try:
         array = np.asarray(value)
         return None if array.dtype.kind in "OSU" else array.astype(np.float64)
-    except (TypeError, ValueError):
+    except (NotImplementedError, TypeError, ValueError):  # the first is that of a tensor in a graph
         return None
 
 
 def _mean(name: str, arrays: list[np.ndarray], comm: Comm) -> float | np.ndarray:
     """Return the mean of the ranks' arrays, or rank 0's array if their shapes differ."""
     if all(array.shape == arrays[0].shape for array in arrays):
-        return _plain(np.mean(arrays, axis=0))
+        return plain(np.mean(arrays, axis=0))
     if comm.rank == 0:
         _tell_of_shapes(name)
-    return _plain(arrays[0])
+    return plain(arrays[0])
 
 
 @functools.cache

@@ -115,7 +115,18 @@ def broadcast_state(model: keras.Model, root: int, comm: Comm, excluded: Collect
         ReplicaError: on every rank, if the models differ.
     """
     build_optimizers(model, comm)
-    variables = [v for v in state_of(model) if id(v) not in excluded]
+    broadcast_alike([v for v in state_of(model) if id(v) not in excluded], root, comm)
+
+
+def broadcast_alike(variables: Sequence[Variable], root: int, comm: Comm) -> None:
+    """Overwrite variables of a model, parts of split layers too, with those of one rank. Collective.
+
+    Args:
+        variables, root, comm: see `broadcast_state`.
+
+    Raises:
+        ReplicaError: on every rank, if shapes or dtypes differ.
+    """
     check_alike(variables, comm)
     for ranks, some in by_ranks(variables, comm):
         broadcast(some, _root_among(ranks, root, comm), ranks)

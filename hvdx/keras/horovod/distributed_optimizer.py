@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
+from hvdx.keras import separate
 from hvdx.keras.adapters import xla
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.local_variables import LocalVariables, trained_by
@@ -95,6 +96,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     some = comm_or_none(process_set, "DistributedOptimizer") if partial else None
     joined = some if partial else join()
     adapter = None
+    if joined is None:
+        separate.allow(innermost(optimizer))
     if joined is not None and joined.size > 1:
         if chosen.provisional:
             raise ConfigError(
@@ -241,6 +244,7 @@ class DistributedGradientTape:
             self._tape.gradient(target, plain, output_gradients, **options), expand_composites=False
         )
         present = [i for i, g in enumerate(gradients) if g is not None]
+        separate.script_combines()
         comm = self._comm
         if comm is not None and comm.size > 1 and present:
             xla.refuse()

@@ -9,6 +9,7 @@ from hvdx.comm import Comm, GraphComm
 from hvdx.comm.base import Engine
 from hvdx.comm.horovod import PROCESS_SETS
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras import separate
 from hvdx.keras.joining import join
 
 
@@ -155,6 +156,8 @@ def comm_of(process_set: ProcessSet | None, function: str) -> GraphComm:
         ConfigError: if it is not a set of hvdx, was not added, or does not include this rank.
     """
     found = comm_or_none(process_set, function)
+    if not function.startswith("broadcast"):
+        separate.script_combines()
     if found is None:
         raise ConfigError(
             f"{function}: process_set: expected a set that includes rank {join().rank}, got {process_set}. "

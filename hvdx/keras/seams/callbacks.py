@@ -1,6 +1,5 @@
 """Callbacks and their list."""
 
-import functools
 from collections.abc import Callable
 
 import keras
@@ -65,21 +64,6 @@ def group_scalars(board: keras.callbacks.TensorBoard, group: str, numbers: Calla
 def ungroup_scalars(board: keras.callbacks.TensorBoard) -> None:
     """Undo `group_scalars`."""
     restore(board, ["_log_epoch_metrics"])
-
-
-def watch_fits(function: Callable[[keras.callbacks.CallbackList], None]) -> None:
-    """Call `function(callback_list)` after `on_train_begin` of each `CallbackList`, from now on.
-
-    Relies on: every `fit` calls `CallbackList.on_train_begin`.
-    """
-    original = keras.callbacks.CallbackList.on_train_begin
-
-    @functools.wraps(original)
-    def on_train_begin(self: keras.callbacks.CallbackList, logs: Logs = None) -> None:
-        original(self, logs)
-        function(self)
-
-    keras.callbacks.CallbackList.on_train_begin = on_train_begin
 
 
 def steps_since_saving(callback: keras.callbacks.Callback) -> tuple[int, int]:

@@ -134,6 +134,21 @@ def wrap_apply(optimizer: keras.optimizers.Optimizer, function: Method) -> None:
     override(optimizer, "apply", function)
 
 
+def watch_applies(function: Callable[[keras.optimizers.Optimizer], None]) -> None:
+    """Call `function(optimizer)` before each `apply` of an optimiser in this process, or when it is traced.
+
+    Relies on: `LossScaleOptimizer.apply` calls that of its inner optimiser.
+    """
+    original = keras.optimizers.Optimizer.apply
+
+    @functools.wraps(original)
+    def apply(self: keras.optimizers.Optimizer, *args: object, **named: object) -> object:
+        function(self)
+        return original(self, *args, **named)
+
+    keras.optimizers.Optimizer.apply = apply
+
+
 def wrap_overflow_check(optimizer: keras.optimizers.Optimizer, function: Method) -> None:
     """Replace a loss-scale optimiser's check by `function(optimizer, original, gradients)`; it returns a scalar bool.
 
