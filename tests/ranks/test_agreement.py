@@ -148,6 +148,30 @@ def test_the_same_data_on_all_ranks_is_reported(warnings):
             assert all(f"all {hvdx.size()} ranks train on the same data" in line for line in said)
 
 
+@pytest.mark.sizes(2, 4)
+def test_the_same_samples_in_another_order_or_with_other_augmentation_are_reported(warnings):
+    x, y = models.data(32)
+    own = np.random.default_rng(hvdx.rank())
+
+    def augmented(x, y):
+        return x + tf.random.uniform(tf.shape(x), seed=hvdx.rank()), y
+
+    whole = _datasets(x, y)
+    numbered = tf.data.Dataset.range(32)
+    mine = numbered.map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
+    other = _datasets(x, own.permutation(y))
+    for data, text in (
+        (whole.shuffle(32, seed=hvdx.rank()).batch(16), f"all {hvdx.size()} ranks train on the same data"),
+        (mine.map(augmented, num_parallel_calls=2).batch(32), "a part of the first batch, such as its labels"),
+        (other.map(augmented).batch(16), ""),
+        (_datasets(x, np.arange(32) % 2).map(augmented).batch(4).take(2), ""),
+    ):
+        _fit(data)
+        said = warnings()
+        assert len(said) == (bool(text) and hvdx.rank() == 0), (text, said)
+        assert all(text in line for line in said)
+
+
 def test_each_rank_with_an_order_of_its_own_and_a_part_of_the_steps_is_not_reported(warnings):
     """The recipe of Horovod's examples."""
     x, y = models.data(16)
