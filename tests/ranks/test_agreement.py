@@ -172,6 +172,40 @@ def test_the_same_samples_in_another_order_or_with_other_augmentation_are_report
         assert all(text in line for line in said)
 
 
+@pytest.mark.sizes(2, 4)
+def test_a_file_in_which_two_ranks_cache_is_refused(tmp_path, warnings):
+    file = hvd.broadcast_object(str(tmp_path / "cached"), 0)
+    data = _datasets(*models.data())
+    share = hvdx.shard(data, 4)
+    for batches in (share.cache(file), hvdx.shard(data.cache(file), 4)):
+        with pytest.raises(
+            ReplicaError, match=r"expected a file of its own for each rank, got .*cached on ranks \[0, 1"
+        ):
+            _fit(batches)
+    if hvdx.rank() == 0:
+        list(data.cache(file))
+    hvd.broadcast_object(None, 0)
+    # All ranks may read the whole data that an earlier pass has cached.
+    _fit(hvdx.shard(data.cache(file), 4))
+    with pytest.raises(ReplicaError, match="expected a file of its own for each rank"):
+        _fit(share.cache(file))
+    _fit(share.cache(f"{file}-{hvdx.rank()}"))
+    _fit(share.cache())
+    assert warnings() == []
+
+
+@pytest.mark.sizes(2, 4)
+def test_batch_normalisation_that_keras_does_not_synchronise_is_reported(warnings):
+    for layer, number in (
+        (lambda: keras.layers.BatchNormalization(synchronized=True, name="norm"), 1),
+        (lambda: hvd.SyncBatchNormalization(synchronized=True), 0),
+    ):
+        _fit(hvdx.shard(models.data(), 4), models.compiled(models.network(layer, seed=0), "sgd"))
+        said = warnings()
+        assert len(said) == number * (hvdx.rank() == 0)
+        assert all("synchronized=True) takes the statistics of each rank's own batch in layers norm" in s for s in said)
+
+
 def test_each_rank_with_an_order_of_its_own_and_a_part_of_the_steps_is_not_reported(warnings):
     """The recipe of Horovod's examples."""
     x, y = models.data(16)

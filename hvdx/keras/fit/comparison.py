@@ -1,6 +1,7 @@
 """Comparisons over the ranks at the start of a fit and after its first step."""
 
 import functools
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,11 @@ class Comparison(Part):
             "training": train,
             "validation": shares.shares_in(validation),
             "arrays": sample(arrays).digest() if whole else source,
+            "caches": (
+                socket.gethostname(),
+                [*dict.fromkeys(shares.cache_files(dataset) + shares.cache_files(validation))],
+            ),
+            "synchronized": model_state.synchronized(self.model),
             "adapted": model_state.adapted(self.model),
             "tables": model_state.tables_of(dataset) + model_state.tables_of(validation),
             "configuration": model_state.digest(self._configuration),
@@ -86,6 +92,15 @@ class Comparison(Part):
             text = shares.difference(use, [theirs[use] for theirs in offered])
             if text is not None:
                 self._refuse(text)
+        text = shares.used_twice([theirs["caches"] for theirs in offered])
+        if text is not None:
+            self._refuse(text)
+        if offered[0]["synchronized"]:
+            self._warn(
+                f"BatchNormalization(synchronized=True) takes the statistics of each rank's own batch in layers "
+                f"{_listed(offered[0]['synchronized'])}: Keras synchronises only the replicas of tf.distribute. Use "
+                "hvdx.keras.SyncBatchNormalization, or leave synchronized out."
+            )
         for key in ("adapted", "tables"):
             differing = model_state.differing([theirs[key] for theirs in offered])
             if differing:
