@@ -15,7 +15,7 @@ from hvdx.keras.fit.agreement import pipeline, shares
 from hvdx.keras.fit.data import untuned
 from hvdx.keras.joining import join
 from hvdx.keras.loops import flush_all
-from hvdx.keras.types import Arrays, LogValues, Structure
+from hvdx.keras.types import Arrays, Logs, LogValues, Structure
 from hvdx.keras.weight_parts import has_parts
 
 T = TypeVar("T")
@@ -87,10 +87,24 @@ def evaluate(model: keras.Model, data: "tf.data.Dataset | Arrays", batch_size: i
             "evaluate on fewer ranks, or make the batches of the dataset smaller."
         )
 
-    def work() -> LogValues:
-        return dict(model.evaluate(share, verbose=0, return_dict=True))
+    beginning = _Beginning()
 
-    return metrics.over_all_ranks(model, _together("evaluate", comm, work)[comm.rank], comm)
+    def work() -> LogValues:
+        return dict(model.evaluate(share, verbose=0, return_dict=True, callbacks=[beginning]))
+
+    return metrics.over_all_ranks(model, _together("evaluate", comm, work)[comm.rank], beginning.states, comm)
+
+
+class _Beginning(keras.callbacks.Callback):
+    """Note the states of the metrics before the first batch, after Keras has reset them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: metrics.States = {}
+
+    def on_test_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        if batch == 0:
+            self.states = metrics.states(self.model)
 
 
 def _open(

@@ -173,7 +173,7 @@ def _check_flushed(model: keras.Model) -> None:
 
 def _over_all_samples(metric: keras.Metric, comm: Comm) -> Structure:
     own = [tf.convert_to_tensor(v) for v in metric.variables]
-    metrics.combine_states([metric], comm)
+    metrics.combine_states(metric.variables, {}, comm)
     result = keras.tree.map_structure(metrics.plain, metric.result())
     for variable, value in zip(metric.variables, own, strict=True):
         variable.assign(value)

@@ -187,6 +187,20 @@ def check_lengthen_epochs():
     assert len(steps) == 10, len(steps)
 
 
+def check_batches_of_pass():
+    """After an epoch that had too few batches, the next one begins a pass."""
+    data, taken = tf.data.Dataset.from_tensor_slices((X, Y)).batch(2), []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: taken.append(batch))
+    numbers = keras.callbacks.LambdaCallback()
+    numbers.on_train_begin = lambda logs=None: taken.append(iterators.batches_of_pass(frames.epoch_iterator(numbers)))
+    small().fit(data, epochs=3, steps_per_epoch=3, verbose=0, callbacks=[numbers, count])
+    assert taken == [4, 0, 1, 2, 0, 0, 1, 2]
+    assert (
+        in_fit(lambda c: iterators.batches_of_pass(frames.epoch_iterator(c)), data=data.repeat(), steps_per_epoch=3)
+        is None
+    )
+
+
 def check_arrays_of():
     found = in_fit(lambda c: iterators.arrays_of(frames.epoch_iterator(c)))
     assert any(part is X or np.array_equal(part, X) for part in tf.nest.flatten(found))
@@ -294,6 +308,18 @@ def check_initial_epoch():
     begin = Look("on_train_begin", lambda callback: models.set_initial_epoch(callback.model, 2))
     model.fit(X, Y, epochs=3, verbose=0, callbacks=[begin, Look("on_epoch_end", lambda callback: epochs.append(1))])
     assert epochs == [1]
+
+
+def check_metric_variables():
+    """The variables of a metric that `compile` was given are there before the first step, and those of others after."""
+    model, mean = small(), keras.metrics.MeanSquaredError()
+    model.compile("sgd", "mse", metrics=[mean, "mae"])
+    before = {id(v) for v in models.metric_variables(model)}
+    assert before >= {id(v) for v in mean.variables}
+    model.fit(X, Y, verbose=0)
+    after = [id(v) for v in models.metric_variables(model)]
+    assert before < set(after) == {id(v) for v in model.metrics_variables}
+    assert len(set(after)) == len(after)
 
 
 def check_build_metrics():
@@ -774,6 +800,11 @@ def check_tensors_in():
     (found,) = pipelines.tensors_in(SOURCE)
     assert found.numpy().tolist() == list(range(20))
     assert [int(bound) for bound in pipelines.tensors_in(tf.data.Dataset.range(2, 9))][:2] == [2, 9]
+
+
+def check_cache_file_of():
+    assert pipelines.cache_file_of(SOURCE.cache("here")) == "here"
+    assert pipelines.cache_file_of(SOURCE.cache()) == pipelines.cache_file_of(SOURCE) == ""
 
 
 def check_copies_to_device():

@@ -148,6 +148,64 @@ def test_the_same_data_on_all_ranks_is_reported(warnings):
             assert all(f"all {hvdx.size()} ranks train on the same data" in line for line in said)
 
 
+@pytest.mark.sizes(2, 4)
+def test_the_same_samples_in_another_order_or_with_other_augmentation_are_reported(warnings):
+    x, y = models.data(32)
+    own = np.random.default_rng(hvdx.rank())
+
+    def augmented(x, y):
+        return x + tf.random.uniform(tf.shape(x), seed=hvdx.rank()), y
+
+    whole = _datasets(x, y)
+    numbered = tf.data.Dataset.range(32)
+    mine = numbered.map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
+    other = _datasets(x, own.permutation(y))
+    for data, text in (
+        (whole.shuffle(32, seed=hvdx.rank()).batch(16), f"all {hvdx.size()} ranks train on the same data"),
+        (mine.map(augmented, num_parallel_calls=2).batch(32), "a part of the first batch, such as its labels"),
+        (other.map(augmented).batch(16), ""),
+        (_datasets(x, np.arange(32) % 2).map(augmented).batch(4).take(2), ""),
+    ):
+        _fit(data)
+        said = warnings()
+        assert len(said) == (bool(text) and hvdx.rank() == 0), (text, said)
+        assert all(text in line for line in said)
+
+
+@pytest.mark.sizes(2, 4)
+def test_a_file_in_which_two_ranks_cache_is_refused(tmp_path, warnings):
+    file = hvd.broadcast_object(str(tmp_path / "cached"), 0)
+    data = _datasets(*models.data())
+    share = hvdx.shard(data, 4)
+    for batches in (share.cache(file), hvdx.shard(data.cache(file), 4)):
+        with pytest.raises(
+            ReplicaError, match=r"expected a file of its own for each rank, got .*cached on ranks \[0, 1"
+        ):
+            _fit(batches)
+    if hvdx.rank() == 0:
+        list(data.cache(file))
+    hvd.broadcast_object(None, 0)
+    # All ranks may read the whole data that an earlier pass has cached.
+    _fit(hvdx.shard(data.cache(file), 4))
+    with pytest.raises(ReplicaError, match="expected a file of its own for each rank"):
+        _fit(share.cache(file))
+    _fit(share.cache(f"{file}-{hvdx.rank()}"))
+    _fit(share.cache())
+    assert warnings() == []
+
+
+@pytest.mark.sizes(2, 4)
+def test_batch_normalisation_that_keras_does_not_synchronise_is_reported(warnings):
+    for layer, number in (
+        (lambda: keras.layers.BatchNormalization(synchronized=True, name="norm"), 1),
+        (lambda: hvd.SyncBatchNormalization(synchronized=True), 0),
+    ):
+        _fit(hvdx.shard(models.data(), 4), models.compiled(models.network(layer, seed=0), "sgd"))
+        said = warnings()
+        assert len(said) == number * (hvdx.rank() == 0)
+        assert all("synchronized=True) takes the statistics of each rank's own batch in layers norm" in s for s in said)
+
+
 def test_each_rank_with_an_order_of_its_own_and_a_part_of_the_steps_is_not_reported(warnings):
     """The recipe of Horovod's examples."""
     x, y = models.data(16)

@@ -117,6 +117,30 @@ def test_values_of_a_custom_train_step_become_the_mean_over_ranks(validate, redu
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.sizes(2, 4)
+def test_fits_end_as_those_of_one_process(capfd):
+    """`steps_per_epoch` that does not divide the batches of a pass, and `TerminateOnNaN`."""
+    model = models.compiled(models.network(seed=0), keras.optimizers.SGD(0.1))
+    data = hvdx.shard(models.data(), models.BATCH)
+    options = {"epochs": 4, "steps_per_epoch": models.STEPS - 1, "verbose": 0, "shuffle": False}
+    model.fit(data, callbacks=[hvd.Distribute()], **options)
+    assert int(model.optimizer.iterations.numpy()) == 2 * models.STEPS
+    models.assert_identical(model)
+
+    x, y = models.data(models.BATCH * models.STEPS)
+    x += hvdx.rank()
+    if hvdx.rank() == hvdx.size() - 1:
+        x[models.BATCH, 1] = np.nan  # in the second step, in the loss of this rank only
+    taken = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: taken.append(batch))
+    callbacks = [hvd.Distribute(), keras.callbacks.TerminateOnNaN(), count]
+    history = model.fit(x, y, batch_size=models.BATCH, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+    assert (history.epoch, taken) == ([0], [0, 1])
+    assert np.isnan(history.history["loss"]).all()
+    assert ("the weights hold NaN or infinity after epoch 1" in capfd.readouterr().err) == (hvdx.rank() == 0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("kind", [keras.Sequential, Chatty])
 def test_ranks_without_validation_batches_receive_the_metrics_of_the_others(kind):
     keras.utils.set_random_seed(0)

@@ -9,6 +9,7 @@ from hvdx.keras.fit import finite, replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
+from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.types import Logs
 from hvdx.keras.weight_parts import by_ranks
 
@@ -21,12 +22,20 @@ class Checks(Part):
         every: `check_every` of `Distribute`.
         counting: counts of the fit.
         attachment: optimisers of the fit.
+        sync: knows whether a `TerminateOnNaN` stops the fit, which is no error then.
 
     Raises:
         ConfigError: if `every` is something else, or a number of steps under an asynchronous strategy.
     """
 
-    def __init__(self, comm: Comm, every: int | Literal["epoch"] | None, counting: Counting, attachment: Attachment):
+    def __init__(
+        self,
+        comm: Comm,
+        every: int | Literal["epoch"] | None,
+        counting: Counting,
+        attachment: Attachment,
+        sync: SyncCallback,
+    ):
         super().__init__()
         if every not in ("epoch", None) and not (isinstance(every, int) and every > 0):
             raise ConfigError(f"check_every: expected 'epoch', a positive number of steps or None, got {every!r}.")
@@ -36,6 +45,7 @@ class Checks(Part):
                 "an epoch. Use check_every='epoch'."
             )
         self._comm, self._every, self._counting, self._attachment = comm, every, counting, attachment
+        self._sync = sync
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Check the weights if that is due."""
@@ -48,8 +58,8 @@ class Checks(Part):
 
     def _check(self, when: str) -> None:
         firsts = [adapter.first_bad() for adapter in self._attachment.adapters]
-        finite.check(self.model.trainable_weights, firsts, self._comm, when)
-        if self._every is None:
+        bad = finite.check(self.model.trainable_weights, firsts, self._comm, when, self._sync.terminates)
+        if bad or self._every is None:
             return
         own = rank_local_ids(self.model)
         variables = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model)]

@@ -1,6 +1,7 @@
 """Comparisons over the ranks at the start of a fit and after its first step."""
 
 import functools
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
-from hvdx.keras.fit.agreement import constants, first_batch, generators, model_state, shares
+from hvdx.keras.fit.agreement import constants, first_batch, generators, model_state, pipeline, shares
 from hvdx.keras.fit.agreement.first_batch import FirstBatch
 from hvdx.keras.fit.agreement.sample import sample
 from hvdx.keras.fit.attachment import Attachment
@@ -23,6 +24,10 @@ _log = Log(__name__)
 
 # Largest number of differences that a message lists.
 _LISTED = 3
+_SHARES = (
+    "Give each rank its share: model.fit(hvdx.shard((x, y), batch_size=...), shuffle=False, ...) in place of "
+    "model.fit(x, y, batch_size=...); hvdx.shard(dataset, batch_size) divides a tf.data.Dataset."
+)
 _ALLOW = f"Set {shares.VARIABLE}=1 if this is intended."
 
 
@@ -56,8 +61,9 @@ class Comparison(Part):
         validation = validation_inputs(self)
         self._configuration = model_state.configuration(self.model) if traced else {}
         train = shares.shares_in(dataset)
-        arrays = arrays_of(self._iterator)
-        whole = arrays is not None and epoch_is_one_pass(self._iterator)
+        arrays, one_pass = arrays_of(self._iterator), epoch_is_one_pass(self._iterator)
+        whole = arrays is not None and one_pass
+        source = pipeline.source_of(dataset) if traced and one_pass and not train and not whole else None
         # A later fit of the same trace has the data of the earlier one, as a rule.
         if traced and not train and not whole and first_batch.can_pass(dataset):
             self._first_batch = FirstBatch(dataset)
@@ -65,7 +71,12 @@ class Comparison(Part):
         return {
             "training": train,
             "validation": shares.shares_in(validation),
-            "arrays": sample(arrays).digest() if whole else None,
+            "arrays": sample(arrays).digest() if whole else source,
+            "caches": (
+                socket.gethostname(),
+                [*dict.fromkeys(shares.cache_files(dataset) + shares.cache_files(validation))],
+            ),
+            "synchronized": model_state.synchronized(self.model),
             "adapted": model_state.adapted(self.model),
             "tables": model_state.tables_of(dataset) + model_state.tables_of(validation),
             "configuration": model_state.digest(self._configuration),
@@ -81,6 +92,15 @@ class Comparison(Part):
             text = shares.difference(use, [theirs[use] for theirs in offered])
             if text is not None:
                 self._refuse(text)
+        text = shares.used_twice([theirs["caches"] for theirs in offered])
+        if text is not None:
+            self._refuse(text)
+        if offered[0]["synchronized"]:
+            self._warn(
+                f"BatchNormalization(synchronized=True) takes the statistics of each rank's own batch in layers "
+                f"{_listed(offered[0]['synchronized'])}: Keras synchronises only the replicas of tf.distribute. Use "
+                "hvdx.keras.SyncBatchNormalization, or leave synchronized out."
+            )
         for key in ("adapted", "tables"):
             differing = model_state.differing([theirs[key] for theirs in offered])
             if differing:
@@ -132,10 +152,17 @@ class Comparison(Part):
         found = constants.constants_of(function) if function is not None else []
         first = self._end_first_batch()
         elements = generators.recorded(self._dataset)
+        components = first.components if first and pipeline.draws_random(self._dataset) else []
         self._iterator = self._dataset = None
-        mine = (first.digest if first else None, elements, found)
-        digests, drawn, traces = zip(*all_gather_at(self._comm, "the first step", mine), strict=True)
-        self._warn_of_equal(digests)
+        mine = (first.digest if first else None, components, elements, found)
+        digests, parts, drawn, traces = zip(*all_gather_at(self._comm, "the first step", mine), strict=True)
+        if not self._warn_of_equal(digests) and _have_in_common(parts):
+            self._warn(
+                f"a part of the first batch, such as its labels, is the same on all {self._comm.size} ranks, and the "
+                "random rest differs: they seem to train on the same samples with other augmentation, so an epoch "
+                f"takes {self._comm.size} times the work. {_SHARES} If that part is meant to be the same, nothing is "
+                "wrong."
+            )
         ranks = generators.differing(drawn)
         if ranks:
             self._warn(
@@ -154,8 +181,8 @@ class Comparison(Part):
                 "own, nothing is wrong."
             )
 
-    def _warn_of_equal(self, digests: Sequence[int | None]) -> None:
-        """Warn if ranks have the same data.
+    def _warn_of_equal(self, digests: Sequence[int | None]) -> bool:
+        """Warn if ranks have the same data, and return whether they have.
 
         Args:
             digests: digest of the data of each rank, or None if it is unknown.
@@ -166,14 +193,13 @@ class Comparison(Part):
                 groups.setdefault(digest, []).append(rank)
         largest = max(groups.values(), key=len, default=[])
         if len(largest) < 2:
-            return
+            return False
         who = f"all {len(largest)} ranks" if len(largest) == self._comm.size else f"ranks {largest}"
         self._warn(
-            f"{who} train on the same data: an epoch takes {len(largest)} times the work for the same samples. Give "
-            "each rank its share: model.fit(hvdx.shard((x, y), batch_size=...), shuffle=False, ...) in place of "
-            "model.fit(x, y, batch_size=...); hvdx.shard(dataset, batch_size) divides a tf.data.Dataset. If train_step "
-            "draws other data on each rank, nothing is wrong."
+            f"{who} train on the same data: an epoch takes {len(largest)} times the work for the same samples. "
+            f"{_SHARES} If train_step draws other data on each rank, nothing is wrong."
         )
+        return True
 
     def _refuse(self, text: str) -> None:
         if not shares.allowed():
@@ -183,6 +209,13 @@ class Comparison(Part):
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
             print_once(text)
+
+
+def _have_in_common(everyone: Sequence[list[int | None]]) -> bool:
+    """Return whether a component of the first batch has the same digest on all ranks."""
+    return len({len(mine) for mine in everyone}) == 1 and any(
+        mine[0] is not None and len(set(mine)) == 1 for mine in zip(*everyone, strict=True)
+    )
 
 
 @functools.cache

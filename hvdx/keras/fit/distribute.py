@@ -116,7 +116,7 @@ class Distribute(Parts):
             EpochLogs(comm),  # metrics over all ranks
             attachment,  # optimisers and training function
             Comparison(comm, attachment),  # of data, models and constants
-            Checks(comm, check_every, counting, attachment),  # the same, finite weights on all ranks
+            Checks(comm, check_every, counting, attachment, sync),  # the same, finite weights on all ranks
             costs,  # of the exchanges
             self._copies,  # plain copies of models with split layers
             written,  # the record

@@ -6,12 +6,14 @@ import keras
 
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
-from hvdx.keras.fit import callback_list, py_datasets
+from hvdx.keras.adapters.rank_local import rank_local_ids
+from hvdx.keras.fit import callback_list, finite, py_datasets
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.seams.frames import calling_list, epoch_iterator
+from hvdx.keras.seams.iterators import batches_of_pass
 from hvdx.keras.types import Logs
 from hvdx.log import Log
 from hvdx.strategies import StepClient
@@ -36,6 +38,13 @@ class SyncCallback(Part):
         # Parts among the other callbacks, such as `Checkpoint`.
         self._others: list[Part] = []
         self._steps_before = 0
+        # Batches of a pass through the data, if all ranks have as many, and those taken in the present pass.
+        self._batches: int | None = None
+        self._passed = 0
+        # True after a step in which the weights of all ranks became NaN.
+        self._diverged = False
+        #: True if all ranks have a `TerminateOnNaN`.
+        self.terminates = False
 
     @property
     def steps(self) -> int | None:
@@ -47,24 +56,28 @@ class SyncCallback(Part):
         """As the other parts have it, one of which may have resumed a training."""
         return max((part.steps_done for part in self._others), default=0)
 
-    def offer(self) -> int | None:
-        """Return the number of batches in an epoch of this rank, or None if it is unknown."""
-        steps: int | None = self.params.get("steps")
-        return steps
+    def offer(self) -> tuple[int | None, int | None, bool]:
+        """Return the numbers of batches in an epoch and in a pass of this rank, or None, and whether NaN ends it."""
+        callbacks = [] if self._callback_list is None else self._callback_list.callbacks
+        terminates = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks)
+        return self.params.get("steps"), batches_of_pass(epoch_iterator(self)), terminates
 
-    def agree(self, offered: list[int | None]) -> None:
+    def agree(self, offered: list[tuple[int | None, int | None, bool]]) -> None:
         """Set the length of an epoch. Collective under an asynchronous strategy."""
         self._limit = self._step_client = self._finish_data = None
-        self._cut_short = self._stop_wanted = False
-        self._steps_before = -self.steps_done
-        unknown = [rank for rank, number in enumerate(offered) if number is None]
+        self._cut_short = self._stop_wanted = self._diverged = False
+        self._steps_before, self._passed = -self.steps_done, 0
+        steps, batches, terminate = zip(*offered, strict=True)
+        self._batches = batches[0] if len(set(batches)) == 1 else None
+        self.terminates = all(terminate)
+        unknown = [rank for rank, number in enumerate(steps) if number is None]
         if unknown:
             raise ReplicaError(
                 f"fit: the number of steps is not known beforehand on ranks {unknown}, so the ranks could end an epoch "
                 "at different times and wait for each other. Give fit steps_per_epoch=, or the dataset a size: "
                 "hvdx.shard(dataset, ..., steps=...) or dataset.apply(tf.data.experimental.assert_cardinality(n))."
             )
-        known = [number for number in offered if number is not None]
+        known = [number for number in steps if number is not None]
         if self._attachment.strategy.asynchronous:
             self._share_steps(known, self.model.steps_per_execution)
         else:
@@ -136,8 +149,12 @@ class SyncCallback(Part):
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Postpone a stop to the end of the epoch, and end an epoch whose steps are taken.
 
-        Without the postponement, a rank would stop in mid-epoch, and the others would wait for it.
+        Without the postponement, a rank would stop in mid-epoch, and the others would wait for it. All ranks have the
+        same weights: if these are NaN, `TerminateOnNaN` stops the ranks together.
         """
+        if self._weights_are_nan():
+            self._diverged = self._cut_short = self._stop_wanted = self.model.stop_training = True
+            return
         if self.model.stop_training:
             self._stop_wanted = True
             self.model.stop_training = False
@@ -151,18 +168,34 @@ class SyncCallback(Part):
             for part in self._others:
                 part.save_and_leave(client.taken * self.model.steps_per_execution)
 
+    def _weights_are_nan(self) -> bool:
+        strategy = self._attachment.strategy
+        # Otherwise each rank has its own weights between two exchanges, or the weights of its group.
+        if (
+            not self.terminates
+            or strategy.placement != "gradient"
+            or strategy.asynchronous
+            or self._comm.mesh is not None
+        ):
+            return False
+        own = rank_local_ids(self.model)
+        return any(finite.are_bad([v for v in self.model.trainable_weights if id(v) not in own]))
+
     def end_steps(self) -> None:
         """Check that this rank took all steps of the epoch, and continue the training if this callback ended it."""
         taken = self._counting.counters.steps_of_epoch
         if self.model.steps_per_execution > 1 and (total := self._attachment.steps) is not None:
             # Keras counts the last execution as full, even if it ran out of data.
             taken, self._steps_before = total - self._steps_before, total
-        self.check_enough(taken)
+        if not self._diverged:
+            self.check_enough(taken)
         if self._cut_short:
             self._cut_short = self.model.stop_training = False
 
     def check_enough(self, taken: int) -> None:
         """End the job if this rank ran out of data, since the others wait for it in mid-epoch.
+
+        Where a pass has the same number of batches on all ranks, they end it together, and the next epoch begins anew.
 
         Args:
             taken: number of steps that this rank took in this epoch.
@@ -178,10 +211,15 @@ class SyncCallback(Part):
                 )
             return
         expected = self._limit or self.params.get("steps")
-        if expected and taken < expected:
+        self._passed += taken
+        ended = self._batches is not None and self._passed >= self._batches
+        if ended:
+            self._passed = 0
+        if expected and taken < expected and not ended:
             raise HvdxError(
                 f"rank {self._comm.rank} of {self._comm.size} ran out of data after {taken} of {expected} steps of an "
-                "epoch. Give fit a smaller steps_per_epoch=, or a dataset that repeats: dataset.repeat()."
+                "epoch. Give fit a dataset that repeats: dataset.repeat(), or a steps_per_epoch= that divides the "
+                "batches of every rank."
             )
 
     @property

@@ -62,6 +62,15 @@ def number_of_batches(iterator: EpochIterator) -> int | None:
     return None if number is None else int(number)
 
 
+def batches_of_pass(iterator: EpochIterator) -> int | None:
+    """Return the number of batches of a pass, however many an epoch has; None if it is unknown.
+
+    Relies on: `EpochIterator._num_batches`. Keras begins the next pass after an epoch that had too few.
+    """
+    number = getattr(iterator, "_num_batches", None)
+    return None if number is None else int(number)
+
+
 def batch_size_of(iterator: EpochIterator) -> int | None:
     """Return the batch size of arrays that a fit divides into batches; None for other data.
 

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import keras
 
 from hvdx.keras.seams.replacing import Method
-from hvdx.keras.types import Structure
+from hvdx.keras.types import Structure, Variable
 
 
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
@@ -71,6 +71,18 @@ def build_metrics(model: keras.Model, batch: Structure) -> None:
     Relies on: `Model._symbolic_build(data_batch=)`.
     """
     model._symbolic_build(data_batch=batch)
+
+
+def metric_variables(model: keras.Model) -> list[Variable]:
+    """Return the variables of a model's metrics.
+
+    Relies on: `Model._compile_metrics` holds what `compile` was given, and shows its variables only once it is `built`,
+    in the first step.
+    """
+    held = getattr(model, "_compile_metrics", None)
+    given = [] if held is None or held.built else [held._user_metrics, held._user_weighted_metrics]
+    metrics = [*model.metrics, *(m for m in keras.tree.flatten(given) if isinstance(m, keras.metrics.Metric))]
+    return list({id(v): v for metric in metrics for v in metric.variables}.values())
 
 
 # Method of a Keras model that turns the state of its metrics into values.

@@ -1,5 +1,6 @@
 """The datasets that a `tf.data` pipeline is made of."""
 
+import os
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -67,6 +68,15 @@ def tensors_in(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     """
     held = [v for value in vars(dataset).values() for v in (value if isinstance(value, list | tuple) else [value])]
     return [v for v in held if isinstance(v, tf.Tensor) and v.dtype not in (tf.variant, tf.resource)]
+
+
+def cache_file_of(dataset: tf.data.Dataset) -> str:
+    """Return the file of a dataset that `cache` made; "" for a cache in memory, and for other datasets.
+
+    Relies on: `CacheDataset._filename`, a tensor, and its name.
+    """
+    name = getattr(dataset, "_filename", None)
+    return os.fsdecode(name.numpy()) if name is not None and "CacheDataset" in type(dataset).__name__ else ""
 
 
 def copies_to_device(dataset: tf.data.Dataset) -> bool:

@@ -7,6 +7,7 @@ import tensorflow as tf
 import xxhash
 
 from hvdx.keras.fit.agreement import pipeline
+from hvdx.keras.fit.agreement.sample import sample
 from hvdx.keras.seams.pipelines import copies_to_device
 from hvdx.keras.types import Structure
 
@@ -22,6 +23,7 @@ class FirstBatch:
     Attributes:
         dataset: the same batches; each costs some microseconds more.
         digest: digest of the first batch; None before it was read.
+        components: digest of each component of the first batch, see `Sample.digests`.
 
     Example:
         >>> first = FirstBatch(tf.data.Dataset.range(4).batch(2))
@@ -31,6 +33,7 @@ class FirstBatch:
 
     def __init__(self, dataset: tf.data.Dataset):
         self.digest: int | None = None
+        self.components: list[int | None] = []
         with tf.device("CPU:0"):
             unread = tf.Variable(True, trainable=False)
 
@@ -56,6 +59,7 @@ class FirstBatch:
             content = repr(part.tolist()).encode() if part.dtype.kind == "O" else np.ascontiguousarray(part).tobytes()
             digest.update(content)
         self.digest = digest.intdigest()
+        self.components = sample(parts).digests()
         return np.bool_(True)
 
 

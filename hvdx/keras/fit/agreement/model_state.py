@@ -43,6 +43,12 @@ def adapted(model: keras.Model) -> list[tuple[str, State]]:
     return found
 
 
+def synchronized(model: keras.Model) -> list[str]:
+    """Return the names of the layers that ask Keras for the statistics of all replicas."""
+    layers = [layer for layer in layers_of(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    return [layer.name for layer in layers if getattr(layer, "synchronized", False)]
+
+
 def tables_of(end: object) -> list[tuple[str, State]]:
     """Return a digest of each lookup table that the functions of a dataset use, such as those of a `StringLookup`.
 

@@ -1,5 +1,6 @@
 """Walks through a `tf.data` pipeline, from its end to its sources."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ from hvdx.keras.seams.pipelines import (
     unseeded_order,
 )
 
+# Operations of TensorFlow that draw random numbers.
+_RANDOM = re.compile("Random|TruncatedNormal|Multinomial|Stateful(Uniform|StandardNormal)")
+# Transformations after which a pass still reads each element of the source once.
+_COMPLETE = re.compile("_(TensorSlice|Shuffle|(Parallel)?Batch|Prefetch|(Parallel)?Map|Cache|Options)Dataset(V2)?")
 _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "GeneratorDataset"}
 
 
@@ -94,6 +99,35 @@ def same_order(first: list[Step], other: list[Step]) -> str | None:
         return "seeds"
     sources = [(a.source, b.source) for a, b in zip(first, other, strict=True) if a.source and b.source]
     return None if all(alike(a, b) for a, b in sources) else "sources"
+
+
+def source_of(end: object) -> int | None:
+    """Return a digest of the arrays or paths all of which each pass through a dataset reads; None if it is unknown.
+
+    Integers in one dimension do not count: they may be numbers of samples, in a range of each rank.
+
+    Example:
+        >>> rows = tf.data.Dataset.from_tensor_slices([0.5, 1.5, 2.5])
+        >>> source_of(rows.shuffle(3).batch(2)) == source_of(rows.batch(3)), source_of(rows.shard(2, 0))
+        (True, None)
+    """
+    found = list(datasets(end))
+    if not found or not all(_COMPLETE.fullmatch(type(dataset).__name__) for dataset in found):
+        return None
+    tensors = tensors_in(found[-1])
+    return None if all(t.dtype.is_integer and t.shape.rank == 1 for t in tensors) else sample(tensors).digest()
+
+
+def draws_random(end: object) -> bool:
+    """Return whether operations of TensorFlow in a pipeline draw random numbers, as augmentations do.
+
+    Example:
+        >>> draws_random(tf.data.Dataset.range(3).map(lambda i: i + tf.random.uniform((), 0, 9, tf.int64)))
+        True
+    """
+    graphs = (function.graph.as_graph_def() for dataset in datasets(end) for function in functions_of(dataset))
+    nodes = ((graph.node, *(inner.node_def for inner in graph.library.function)) for graph in graphs)
+    return any(_RANDOM.search(node.op) for parts in nodes for part in parts for node in part)
 
 
 def runs_python(end: object) -> bool:

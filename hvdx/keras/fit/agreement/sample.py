@@ -11,6 +11,8 @@ from hvdx.keras.types import Arrays
 
 # Rows of an array in a sample, elements of a row that count, and bytes that are read for it.
 _ROWS, _ELEMENTS, _BYTES = 64, 4096, 2**23
+# Probability that two ranks have the same rows by chance, as a power of 1/2, from which they are the same samples.
+_BITS = 20
 # Relative difference that is rounding: ranks on different processors may compute the same features differently.
 _ROUNDING = 1e-5
 
@@ -26,6 +28,14 @@ class Sample(NamedTuple):
 
     spec: tuple[tuple[str, tuple[int | None, ...]], ...]
     rows: list[np.ndarray]
+
+    def digests(self) -> list[int | None]:
+        """Return a digest of each array, or None for those that can be equal by chance or on purpose.
+
+        These are short, have the same row again and again, or are evenly spaced, as positions are.
+        """
+        whole = [Sample((spec,), [row]) for spec, row in zip(self.spec, self.rows, strict=True)]
+        return [part.digest() if _is_particular(part.rows[0]) else None for part in whole]
 
     def digest(self) -> int:
         """Return a digest, which rounding changes."""
@@ -60,6 +70,14 @@ def alike(first: Sample, other: Sample) -> bool:
     if first.spec != other.spec:
         return False
     return all(_close(a, b) for a, b in zip(first.rows, other.rows, strict=True))
+
+
+def _is_particular(rows: np.ndarray) -> bool:
+    """Return whether other rows of the same frequencies, drawn at random, would hardly ever be these."""
+    if len(rows) < 2 or np.allclose(np.diff(rows), rows[1] - rows[0]):
+        return False
+    frequencies = np.unique(rows, return_counts=True)[1] / len(rows)
+    return bool(-len(rows) * np.log2((frequencies**2).sum()) >= _BITS)
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from hvdx.errors import ConfigError
 from hvdx.keras.fit.agreement import generators, pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
+from hvdx.keras.seams.pipelines import cache_file_of
 from hvdx.keras.types import Structure
 from hvdx.log import Log
 
@@ -86,6 +87,39 @@ def mark(
 def shares_in(dataset: object) -> list[Handed]:
     """Return what was handed over for each share in a pipeline; [] for anything but a dataset."""
     return [getattr(part, _MARK) for part in pipeline.datasets(dataset) if hasattr(part, _MARK)]
+
+
+def cache_files(end: object) -> list[str]:
+    """Return the files of caches that no other rank of this host may use: of a share, or not filled yet.
+
+    Args:
+        end: a `tf.data.Dataset`; anything else has none.
+    """
+    names = {os.path.abspath(name): part for part in pipeline.datasets(end) if (name := cache_file_of(part))}
+    return [name for name, part in names.items() if shares_in(part) or not os.path.exists(f"{name}.index")]
+
+
+def used_twice(everyone: Sequence[tuple[str, list[str]]]) -> str | None:
+    """Compare the files of caches over the ranks.
+
+    Args:
+        everyone: on each rank the name of its host, and the result of `cache_files`.
+
+    Returns:
+        The text of an error, or None if no file belongs to two ranks of a host.
+    """
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, (host, names) in enumerate(everyone):
+        for name in names:
+            users.setdefault((host, name), []).append(rank)
+    for (_, name), ranks in users.items():
+        if len(ranks) > 1:
+            return (
+                f"fit: dataset.cache: expected a file of its own for each rank, got {name} on ranks {ranks}. They "
+                "would write it at the same time, or read the samples of another rank's share. Do: "
+                f'cache(f"...-{{hvdx.rank()}}-of-{{hvdx.size()}}"), and remove files of runs with other shares.'
+            )
+    return None
 
 
 def difference(use: str, everyone: Sequence[list[Handed]]) -> str | None:

@@ -40,3 +40,22 @@ def test_sample_takes_scalars_empty_ragged_and_missing_arrays():
     given = {"a": np.float32(3), "b": np.zeros((0, 4)), "c": tf.ragged.constant([[1, 2], [3]]), "d": None}
     assert alike(sample(given), sample(given))
     assert not alike(sample(given), sample(given | {"c": tf.ragged.constant([[1], [2, 3]])}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "particular"),
+    [
+        (np.arange(32) % 10, True),
+        (np.arange(8.0) ** 2, True),
+        (np.arange(32), False),
+        (np.ones(32), False),
+        (np.tile([[1, 2, 3]], (32, 1)), False),
+        (np.arange(4) % 2, False),
+        (np.float64(3), False),
+    ],
+    ids=["classes", "targets", "positions", "constant", "one row", "short", "scalar"],
+)
+def test_arrays_that_can_be_equal_by_chance_have_no_digest(rows, particular):
+    digest, none = sample([rows, rows[:0] if rows.ndim else rows]).digests()
+    assert (digest is not None) == particular
+    assert none is None
