@@ -49,7 +49,11 @@ def test_arguments_are_those_of_both_modules_of_horovod():
         hvd.allreduce(one, True, prescale_factor=size),
     ):
         assert result.numpy().tolist() == [total]
-    assert float(hvd.allreduce(float(rank), "a name")) == total / size
+    assert (
+        float(hvd.allreduce(float(rank), "a name")) == float(hvd.allreduce(rank * 1.0, "a name", None)) == total / size
+    )
+    with pytest.raises(ConfigError, match="by their names"):
+        hvd.allreduce(one, "a name", False, 0.5)
     assert hvd.allgather(tensor=one, name="a name").numpy().tolist() == [float(r) for r in range(size)]
     assert hvd.broadcast(tensor=one, root_rank=size - 1, name="a name").numpy().tolist() == [size - 1.0]
     assert hvd.broadcast_object({"rank": rank}, size - 1, session=None, name="a name") == {"rank": size - 1}

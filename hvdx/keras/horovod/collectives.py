@@ -108,11 +108,11 @@ def allreduce(
         3.0
     """
     if isinstance(average, str):
-        name, average, device_dense = average, None if device_dense == "" else bool(device_dense), ""
-    if not isinstance(device_sparse, str) or not isinstance(device_dense, str):
+        name, average, device_dense = average, None if device_dense == "" else device_dense, ""
+    if not isinstance(device_dense, str) or not isinstance(device_sparse, str) or isinstance(average, str):
         raise ConfigError(
-            f"allreduce: expected the names of devices, got {device_dense!r} and {device_sparse!r}. Do: give arguments "
-            "after `average` by their names."
+            f"allreduce: expected a tensor, average and devices, or a value, name and average, got {average!r}, "
+            f"{device_dense!r} and {device_sparse!r}. Do: give the arguments after the first by their names."
         )
     return grouped_allreduce(
         [tensor],
@@ -151,8 +151,9 @@ def allgather(
     @tf.custom_gradient
     def run(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            (mean,) = comm.all_reduce([upstream], Reduction(), f"{tag}.gradient")
-            counts = comm.all_gather(tf.shape(rows)[:1], f"{tag}.rows")
+            its = name_of(f"{tag}.gradient", upstream)
+            (mean,) = comm.all_reduce([upstream], Reduction(), its)
+            counts = comm.all_gather(tf.shape(rows)[:1], f"{its}.rows")
             begin = tf.reduce_sum(counts[: comm.rank])
             return mean[begin : begin + tf.shape(rows)[0]]
 
@@ -201,7 +202,8 @@ def grouped_allreduce(
     """
     if average is not None and op is not None:
         raise ConfigError(f"{function}: give average or op, not both.")
-    chosen = operation(Sum if average is False else op, (Average, Sum, *_OTHERS))
+    op = op if average is None else Average if average else Sum
+    chosen = operation(op, (Average, Sum, *_OTHERS))
     scales = prescale_factor, postscale_factor
     comm = comm_of(process_set, function)
     result: list[Gradient] = list(tensors)
@@ -312,7 +314,8 @@ def grouped_reducescatter(
     @tf.custom_gradient
     def run(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            return [comm.all_gather(_times(u, gain), f"{tag}.gradient.{i}") for i, u in enumerate(upstream)]
+            its = name_of(f"{tag}.gradient", *upstream)
+            return [comm.all_gather(_times(u, gain), f"{its}.{i}") for i, u in enumerate(upstream)]
 
         whole = _combined(call, comm, list(values), chosen, scales, compression, tag)
         return [_part(tensor, comm) for tensor in whole], gradient
@@ -377,7 +380,7 @@ def alltoall(
         received, counts = comm.all_to_all(value, parts, tag)
 
         def gradient(upstream: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            back, _ = comm.all_to_all(upstream, counts, f"{tag}.gradient")
+            back, _ = comm.all_to_all(upstream, counts, name_of(f"{tag}.gradient", upstream))
             return tf.ensure_shape(back, value.shape)
 
         return (received, counts), gradient
@@ -412,7 +415,7 @@ def broadcast(
     @tf.custom_gradient
     def run(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            (mean,) = comm.all_reduce([upstream], Reduction(), f"{tag}.gradient")
+            (mean,) = comm.all_reduce([upstream], Reduction(), name_of(f"{tag}.gradient", upstream))
             return mean if comm.rank == root else tf.zeros_like(mean)
 
         comm.check_call(_call("broadcast", name, f"root_rank={root_rank}"), [value])
@@ -434,9 +437,8 @@ def broadcast_(
     values = []
     for i, variable in enumerate(variables):
         received = broadcast(variable, root_rank, name and f"{name}.{i}", process_set=process_set)
-        with tf.control_dependencies([variable.assign(received)] if in_session() else [received]):
-            if not in_session():
-                variable.assign(received)
+        assigned = variable.assign(received)
+        with tf.control_dependencies([assigned] if in_session() else []):
             values.append(tf.identity(raw_variable(variable)))
     return values
 
@@ -539,7 +541,8 @@ def _allreduced(
                 raise UnsupportedError(
                     f"{call}: expected Average or Sum for a gradient, got {op!r}. Do: use tf.stop_gradient."
                 )
-            return _combined(f"gradient of {call}", comm, list(upstream), op, scales, compression, f"{tag}.gradient")
+            its = name_of(f"{tag}.gradient", *upstream)
+            return _combined(f"gradient of {call}", comm, list(upstream), op, scales, compression, its)
 
         return _combined(call, comm, list(values), op, scales, compression, tag), gradient
 
@@ -557,9 +560,9 @@ def _combined(
     tag: str,
 ) -> list[tf.Tensor]:
     """Reduce tensors, with a factor before and one after; no gradient."""
-    comm.check_call(f"{call}, {op} times {scales[0]} and {scales[1]}", tensors)
     own = cast(Compressing, compression) if hasattr(compression, "compress") and not _is_known(compression) else None
     narrow: Wire = "none" if own else wire(cast(Compressor, compression))
+    comm.check_call(f"{call}, {op} times {scales[0]} and {scales[1]}, compression {narrow}", tensors)
     kept = [own.compress(t) for t in tensors] if own else [(t, None) for t in tensors]
     sent = [_times(t, scales[0]) for t, _ in kept]
     after = scales[1]
