@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm
@@ -416,7 +417,10 @@ def broadcast(
     def run(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             (mean,) = comm.all_reduce([upstream], Reduction(), name_of(f"{tag}.gradient", upstream))
-            return mean if comm.rank == root else tf.zeros_like(mean)
+            # TensorFlow leaves out an operation of Horovod whose result is not used, and the other ranks would wait for
+            # this one. So the factor is not known before it runs.
+            mine = tf.reshape(tf.numpy_function(lambda: np.float32(comm.rank == root), [], tf.float32), [])
+            return tf.math.multiply_no_nan(mean, tf.cast(mine, mean.dtype))
 
         comm.check_call(_call("broadcast", name, f"root_rank={root_rank}"), [value])
         (result,) = comm.broadcast([value], root, tag)

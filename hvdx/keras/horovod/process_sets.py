@@ -195,7 +195,8 @@ def comm_or_none(process_set: ProcessSet | None, function: str, engine: Engine =
 
 def in_session() -> bool:
     """Return whether operations go to a graph of TensorFlow 1, which a session runs in no order; Horovod finds one."""
-    return not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function
+    with tf.init_scope():  # outside of functions
+        return not tf.executing_eagerly()
 
 
 def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
