@@ -62,6 +62,37 @@ def check_gather(comm: GraphComm) -> None:
     np.testing.assert_array_equal(np.asarray(comm.all_gather(mine, "gather")), expected)
 
 
+def check_integers(comm: GraphComm) -> None:
+    """Check that integers are summed exactly, beyond those that float64 holds."""
+    (total,) = comm.all_reduce([tf.constant([2**53 + 1, comm.rank], tf.int64)], Reduction(average=False), "integers")
+    assert np.asarray(total).tolist() == [comm.size * (2**53 + 1), sum(range(comm.size))]
+
+
+def check_parts(comm: GraphComm) -> None:
+    """Check an all-to-all of parts of different lengths, of which some are empty."""
+    splits = [comm.rank * to for to in range(comm.size)]
+    mine = tf.repeat(tf.constant([[100 * comm.rank + to, 0] for to in range(comm.size)]), splits, axis=0)
+    rows, counts = comm.all_to_all(mine, tf.constant(splits), "parts")
+    assert np.asarray(counts).tolist() == [sender * comm.rank for sender in range(comm.size)]
+    expected = [[100 * s + comm.rank, 0] for s in range(comm.size) for _ in range(s * comm.rank)]
+    np.testing.assert_array_equal(rows, np.reshape(expected, (-1, 2)))
+
+
+def check_subset(comm: GraphComm) -> None:
+    """Check that some of the ranks sum among themselves."""
+    if type(comm).__name__ == "HorovodComm":
+        return  # it must be started with process sets
+    ranks = list(range(comm.size // 2, comm.size))
+    some = comm.subset(ranks)
+    if comm.rank not in ranks:
+        assert some is None or comm.size == 1
+        return
+    assert some is not None
+    assert (some.rank, some.size) == (ranks.index(comm.rank), len(ranks))
+    (total,) = some.all_reduce([tf.constant([float(comm.rank)])], Reduction(average=False), "some")
+    assert np.asarray(total).tolist() == [sum(ranks)]
+
+
 def check_reductions(comm: GraphComm) -> None:
     """Check that all reductions agree with NumPy, eagerly and in a graph, with the same bits on all ranks."""
     everyone = [_tensors(rank) for rank in range(comm.size)]
@@ -236,7 +267,18 @@ COMM_CHECKS = {
     check.__name__: check for check in (check_place, check_objects, check_sums, check_flags, check_broadcast)
 }
 
-GRAPH_CHECKS = {check.__name__: check for check in (check_gather, check_reductions, check_slices, check_equal_lookups)}
+GRAPH_CHECKS = {
+    check.__name__: check
+    for check in (
+        check_gather,
+        check_reductions,
+        check_slices,
+        check_equal_lookups,
+        check_integers,
+        check_parts,
+        check_subset,
+    )
+}
 
 #: Checks of communicators with mailboxes.
 MAILBOX_CHECKS = {

@@ -239,12 +239,13 @@ def add_in_order(
 ) -> None:
     """Set `out` to the sum of vectors, each element in their order, times a factor.
 
-    The sum is made in float32, or in float64 if that is the dtype of the vectors, and rounded once.
+    The sum is made in float32, or in float64 if that is the dtype of the vectors, and rounded once. Integers are
+    summed in their own dtype.
 
     Args:
-        addends: floats[n] each.
+        addends: floats[n] or integers[n] each.
         out: [n] of the same dtype.
-        scale: factor.
+        scale: factor; 1 for integers.
         cast: see `Channel.sum_in_order`.
 
     Example:
@@ -252,7 +253,7 @@ def add_in_order(
         >>> out
         array([2., 3.])
     """
-    wide = np.promote_types(out.dtype, np.float32)
+    wide = out.dtype if out.dtype.kind in "iu" else np.promote_types(out.dtype, np.float32)
     narrow = out.dtype != wide
     total = np.empty(out.shape, wide) if narrow else out
     values = [cast(addend, wide) for addend in addends] if narrow else addends
@@ -617,6 +618,16 @@ class GraphComm(Comm):
 
         Returns:
             The rows received, in rank order, and int32[size], the number of rows from each rank.
+        """
+
+    def check_call(self, call: str, tensors: Sequence[Tensor]) -> None:
+        """Raise an error on all ranks if they are in different calls, or their tensors have other shapes or dtypes.
+
+        Where nothing is sent this does nothing; Horovod compares the calls itself.
+
+        Args:
+            call: function and arguments, the same on all ranks.
+            tensors: `tf.Tensor`; their shapes and dtypes are to be the same.
         """
 
     @abc.abstractmethod

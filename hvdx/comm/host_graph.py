@@ -1,6 +1,7 @@
 """Communicator for the TensorFlow graph without Horovod: each collective calls Python with arrays on the host."""
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,12 +12,12 @@ import tensorflow as tf
 
 from hvdx.comm import failure
 from hvdx.comm.alignment import is_aligned
-from hvdx.comm.base import BufferFor, Channel, Comm, GraphComm, Mailbox, Reduction, T, of_comm
+from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.buckets import BucketThread, fill
 from hvdx.comm.dense import DenseSums
 from hvdx.comm.launcher import usable_cores
-from hvdx.comm.tensors import TensorComm
-from hvdx.errors import ConfigError, HorovodError
+from hvdx.comm.tensors import MismatchError, TensorComm
+from hvdx.errors import ConfigError
 
 _WIRES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
@@ -47,6 +48,7 @@ class HostGraphComm(TensorComm):
         self._leaves_host = len(set(comm.hosts)) > 1
         self._overlaps = self._leaves_host and not comm.survives and not comm.any_true(_operations_at_once() == 1)
         self._behind = BucketThread(self._sums_once)
+        self._sets: dict[tuple[int, ...], HostGraphComm | None] = {}
 
     def complete(self, work: Callable[[], T]) -> T:
         return self._comm.complete(work)
@@ -58,7 +60,13 @@ class HostGraphComm(TensorComm):
         return self._comm.all_reduce_sum(vector, what)
 
     def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> Sequence[npt.ArrayLike]:
-        return self._comm.broadcast(tensors, root, what)
+        if tf.executing_eagerly():
+            return self._comm.broadcast(tensors, root, what)
+        sent = list(map(tf.convert_to_tensor, tensors))
+        received = on_host(lambda *arrays: self._comm.broadcast(arrays, root, what), sent, [t.dtype for t in sent])
+        for result, tensor in zip(received, sent, strict=True):
+            result.set_shape(tensor.shape)
+        return received
 
     def any_true(self, mine: bool) -> bool:
         return self._comm.any_true(mine)
@@ -196,12 +204,60 @@ class HostGraphComm(TensorComm):
         return [m.view(rows.dtype).reshape(n, *rows.shape[1:]).copy() for n, m in parts]
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
-        """Raise HorovodError: this communicator has no all-to-all."""
-        raise _needs_horovod("alltoall")
+        def work(rows: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+            def unit() -> list[np.ndarray]:
+                self._renew()
+                return self._exchanged(rows, counts)
 
-    def subset(self, ranks: Sequence[int]) -> GraphComm | None:
-        """Raise HorovodError: this communicator has no process sets."""
-        raise _needs_horovod("process sets")
+            return self._comm.complete(unit)
+
+        rows, counts = on_host(work, [tensor, splits], [tensor.dtype, tf.int32])
+        rows.set_shape([None, *tensor.shape[1:]])
+        counts.set_shape(splits.shape)
+        return rows, counts
+
+    def _exchanged(self, rows: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+        everyone = self._dense.everyone
+        fits = len(counts) == everyone.size and counts.min() >= 0 and counts.sum() == len(rows)
+        # A rank whose numbers do not fit says so to all, which would wait for it otherwise.
+        sent = counts.astype(np.int64) if fits else np.full(everyone.size, -1)
+        came = everyone.all_to_all_rows(sent.reshape(-1, 1))[:, 0]
+        if came.min() < 0:
+            raise MismatchError(
+                f"splits: expected {everyone.size} numbers of rows that add up to those of the tensor, got others on "
+                f"rank {self.world_ranks[int(came.argmin())]}. Do: give one for each rank."
+            )
+        width = rows.itemsize * math.prod(rows.shape[1:])
+        parts = np.split(rows.reshape(-1).view(np.uint8), np.cumsum(sent)[:-1] * width)
+        received = np.concatenate(everyone.all_to_all(parts, (came * width).tolist()))
+        return [received.view(rows.dtype).reshape(came.sum(), *rows.shape[1:]), came.astype(np.int32)]
+
+    def check_call(self, call: str, tensors: Sequence[tf.Tensor]) -> None:
+        def check(*shapes: np.ndarray) -> list[np.int64]:
+            pairs = zip(tensors, shapes, strict=True)
+            mine = f"{call} of {', '.join(f'{t.dtype.name}{np.asarray(shape).tolist()}' for t, shape in pairs)}"
+            self._renew()
+            received = self._dense.everyone.exchange([], np.frombuffer(mine.encode(), np.uint8)).messages
+            calls = [message.tobytes().decode() for message in received]
+            for rank, other in zip(self.world_ranks, calls, strict=True):
+                if other != calls[0]:
+                    raise MismatchError(
+                        f"{call}: expected the same call on all ranks, got {calls[0]} on rank {self.world_ranks[0]}, "
+                        f"{other} on rank {rank}. Do: call it with the same arguments, in the same order, on all ranks."
+                    )
+            return [np.int64(0)]
+
+        if tf.executing_eagerly():
+            check(*(t.shape for t in tensors))
+        else:
+            on_host(check, [tf.shape(t) for t in tensors], [tf.int64])
+
+    def subset(self, ranks: Sequence[int]) -> "HostGraphComm | None":
+        key, mine = tuple(ranks), self.rank in ranks
+        if key not in self._sets:
+            some = self._comm.divide(int(mine), self.rank, "a process set")
+            self._sets[key] = HostGraphComm(some) if mine else None
+        return self._sets[key]
 
 
 def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -332,7 +388,3 @@ def _narrow(tensor: tf.Tensor, wire: str) -> tf.Tensor:
     """Cast a floating-point tensor to the dtype on the network if that is narrower."""
     narrower = wire in _WIRES and tensor.dtype.is_floating and tensor.dtype.size > 2
     return tf.cast(tensor, _WIRES[wire]) if narrower else tensor
-
-
-def _needs_horovod(what: str) -> HorovodError:
-    return HorovodError(f"{what}: expected Horovod, got MPI on the host, which lacks this. Do: hvdx build-horovod")

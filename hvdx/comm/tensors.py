@@ -10,7 +10,18 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm.base import GraphComm, Reduction, Wire
-from hvdx.errors import ConfigError
+from hvdx.errors import ConfigError, ReplicaError
+
+
+class MismatchError(ReplicaError, tf.errors.FailedPreconditionError):
+    """The ranks are in different calls of a collective. Horovod raises TensorFlow's class, which this one is too.
+
+    Args:
+        message: see `hvdx.errors`.
+    """
+
+    def __init__(self, message: str):
+        tf.errors.FailedPreconditionError.__init__(self, None, None, message)
 
 
 class TensorComm(GraphComm):

@@ -12,7 +12,8 @@ from hvdx.comm.alignment import aligned, is_aligned
 from hvdx.comm.base import Reduction
 from hvdx.comm.host_graph import HostGraphComm, on_host
 from hvdx.comm.local import virtual_world
-from hvdx.errors import ConfigError, HorovodError
+from hvdx.comm.tensors import MismatchError
+from hvdx.errors import ConfigError, ReplicaError
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS
 from tests.strategies.virtual import on_all, on_hosts
 
@@ -83,10 +84,28 @@ def test_device_is_refused_with_a_remedy():
             reduced(lambda rank: [tf.zeros(1)], how, "a")
 
 
-@pytest.mark.parametrize("call", [lambda c: c.subset([0]), lambda c: c.all_to_all(tf.zeros([1]), [1], "test")])
-def test_errors_of_horovods_own_features_name_the_remedy(call):
-    with pytest.raises(HorovodError, match="hvdx build-horovod"):
-        on_all(1, lambda comm: call(HostGraphComm(comm)))
+def test_splits_that_do_not_fit_are_refused_on_all_ranks():
+    def call(comm):
+        with pytest.raises(tf.errors.OpError, match=r"splits: expected 2 numbers of rows .* others on rank 1"):
+            comm.all_to_all(tf.zeros([2]), tf.constant([1, 1 + comm.rank]), "test")
+
+    on_all(2, lambda comm: call(HostGraphComm(comm)))
+
+
+def test_different_calls_are_refused_on_all_ranks():
+    def call(comm):
+        comm.check_call("allreduce", [tf.zeros([2, 3])])
+        for name, tensor in (
+            ("allreduce", tf.zeros([2 + comm.rank])),
+            ("allreduce", tf.zeros([2], tf.float32 if comm.rank else tf.float64)),
+            ("allgather" if comm.rank else "allreduce", tf.zeros([2])),
+        ):
+            with pytest.raises(MismatchError, match=r"got allreduce of .*\[2\] on rank 0, all.* on rank 1") as caught:
+                comm.check_call(name, [tensor])
+            assert isinstance(caught.value, ReplicaError)
+            assert isinstance(caught.value, tf.errors.FailedPreconditionError)
+
+    on_all(2, lambda comm: call(HostGraphComm(comm)))
 
 
 def test_graph_runs_collectives_in_program_order():

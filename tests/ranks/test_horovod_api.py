@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvdx.keras as hvd
+from hvdx.comm import world
 from hvdx.errors import ConfigError, ReplicaError
 from tests.ranks import models
 
@@ -34,6 +35,166 @@ def test_functions_agree_with_numpy():
     assert [float(np.ravel(v.numpy())[0]) for v in variables] == [size - 1.0] * 2
 
 
+@pytest.mark.sizes(1, 2)
+def test_arguments_are_those_of_both_modules_of_horovod():
+    rank, size = hvd.rank(), hvd.size()
+    total = float(sum(range(size)))
+    one = tf.constant([float(rank)])
+    for result in (
+        hvd.allreduce(one, False),
+        hvd.allreduce(one, "a name", False),
+        hvd.allreduce(tensor=one, op=hvd.Sum, device_dense="/cpu:0", name="a name", ignore_name_scope=True),
+        hvd.allreduce(value=one, op=hvd.Sum, compression=hvd.Compression.none),
+        hvd.grouped_allreduce([one], False)[0],
+        hvd.allreduce(one, True, prescale_factor=size),
+    ):
+        assert result.numpy().tolist() == [total]
+    assert (
+        float(hvd.allreduce(float(rank), "a name")) == float(hvd.allreduce(rank * 1.0, "a name", None)) == total / size
+    )
+    with pytest.raises(ConfigError, match="by their names"):
+        hvd.allreduce(one, "a name", False, 0.5)
+    assert hvd.allgather(tensor=one, name="a name").numpy().tolist() == [float(r) for r in range(size)]
+    assert hvd.broadcast(tensor=one, root_rank=size - 1, name="a name").numpy().tolist() == [size - 1.0]
+    assert hvd.broadcast_object({"rank": rank}, size - 1, session=None, name="a name") == {"rank": size - 1}
+    assert hvd.broadcast_object_fn(size - 1)(rank) == size - 1
+    assert hvd.allgather_object(rank, session=None) == list(range(size))
+    variables = [keras.Variable([float(rank)]), tf.Variable(rank)]
+    assert [v.numpy().tolist() for v in hvd.broadcast_(variables, size - 1)] == [[size - 1.0], size - 1]
+    assert [np.ravel(v.numpy()).tolist() for v in variables] == [[size - 1.0], [size - 1]]
+    variables[1].assign(rank)
+    hvd.broadcast_variables(variables, size - 1, inplace=True)
+    assert int(variables[1]) == size - 1
+    whole = np.arange(2.0 * size)
+    part = hvd.reducescatter(whole, op=hvd.Sum, prescale_factor=0.5, postscale_factor=2.0, name="a name")
+    assert part.numpy().tolist() == (size * whole[2 * rank : 2 * rank + 2]).tolist()
+    (part,) = hvd.grouped_reducescatter([whole.astype("int32")], prescale_factor=0.5)
+    assert part.numpy().tolist() == [rank * 2 // 2, (rank * 2 + 1) // 2]
+    ops = hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(), hvd.process_set_included_op()
+    assert [int(op) for op in ops] == [rank, size, hvd.local_rank(), hvd.local_size(), 1]
+
+
+def test_integers_are_multiplied_by_a_factor_and_summed_as_integers():
+    """Horovod multiplies in float64 and drops the fraction, before the sum and after it."""
+    size, mine = hvd.size(), tf.constant([10, 20, 31])
+    for dtype in (tf.int32, tf.int64, tf.uint8):
+        value = tf.cast(mine, dtype)
+        assert hvd.allreduce(value, prescale_factor=0.5).numpy().tolist() == [5, 10, 15]
+        assert hvd.allreduce(value, op=hvd.Sum, postscale_factor=0.5).numpy().tolist() == [5 * size, 10 * size, 31]
+        assert hvd.allreduce(value).dtype == dtype
+    large = 2**53 + 1
+    assert hvd.allreduce(tf.constant(large, tf.int64), op=hvd.Sum).numpy() == size * large
+    assert hvd.allreduce(tf.constant([hvd.rank(), 1]), op=hvd.Average).numpy().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("op", "expected"), [(hvd.Min, [0, 1]), (hvd.Max, [1, 2]), (hvd.Product, [0, 2])])
+def test_other_reductions_agree_with_numpy(op, expected):
+    for dtype in (tf.uint8, tf.int64, tf.float16, tf.float32):
+        mine = tf.cast([hvd.rank(), 1 + hvd.rank()], dtype)
+        got = (hvd.allreduce(mine, op=op), *hvd.grouped_allreduce([mine, mine], op=op))
+        for result in got:
+            assert result.dtype == dtype
+            assert result.numpy().tolist() == expected
+    with tf.GradientTape() as tape:
+        tape.watch(mine)
+        loss = hvd.allreduce(mine, op=op)
+    with pytest.raises(NotImplementedError, match="stop_gradient"):
+        tape.gradient(loss, mine)
+
+
+@pytest.mark.sizes(1, 2)
+def test_rows_are_gathered():
+    rank, size = hvd.rank(), hvd.size()
+    rows = tf.IndexedSlices(tf.fill([1 + rank, 2], 1.0 + rank), [0] * (1 + rank))
+    for got in (hvd.allreduce(rows, op=hvd.Sum), hvd.grouped_allreduce([1.0, rows], average=False)[1]):
+        assert got.values.numpy().tolist() == [[1.0 + r] * 2 for r in range(size) for _ in range(1 + r)]
+        assert got.indices.numpy().tolist() == [0] * sum(1 + r for r in range(size))
+        assert got.dense_shape is None
+    np.testing.assert_allclose(hvd.allreduce(rows).values[0], [1.0 / size] * 2)
+    for call in (
+        lambda: hvd.allreduce(rows, op=hvd.Min),
+        lambda: hvd.allreduce(rows, prescale_factor=0.5),
+        lambda: hvd.allgather(rows),
+        lambda: hvd.broadcast(rows, 0),
+    ):
+        with pytest.raises(NotImplementedError, match="IndexedSlices"):
+            call()
+
+
+@pytest.mark.graph
+@pytest.mark.parametrize("traced", [True, False])
+def test_gradients_are_horovods(traced, engine):
+    rank, size = hvd.rank(), hvd.size()
+    unknown = tf.TensorSpec([None]) if traced else None
+
+    def gradients(value, splits):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(value)
+            results = [
+                hvd.allreduce(value, op=hvd.Sum, prescale_factor=3.0),
+                hvd.allgather(value[: 1 + rank]),
+                hvd.broadcast(value, 1),
+                hvd.alltoall(value),
+                hvd.alltoall(value, splits)[0],
+                hvd.reducescatter(value),
+                hvd.grouped_reducescatter([value, value], op=hvd.Sum, postscale_factor=0.5)[1],
+            ]
+            # The upstream gradient of a rank is the rank + 1.
+            losses = [(rank + 1.0) * tf.reduce_sum(result) for result in results]
+        return [tape.gradient(loss, value) for loss in losses]
+
+    value, splits = tf.constant([1.0, 2.0]), tf.constant([2, 0])
+    if traced:
+        gradients = tf.function(gradients, input_signature=[unknown, tf.TensorSpec([2], tf.int32)])
+    got = [gradient.numpy().tolist() for gradient in gradients(value, splits)]
+    total, mean = float(sum(range(1, size + 1))), (size + 1) / 2
+    assert got == [
+        [3 * total] * 2,
+        [mean, mean if rank else 0.0],
+        [mean if rank == 1 else 0.0] * 2,
+        [1.0, 2.0],
+        [1.0, 1.0],
+        [1.0, 2.0],
+        [0.5 * size, 0.5 * size * 2],
+    ]
+
+
+def test_compressors_have_horovods_functions():
+    for dtype in (tf.float32, tf.float64, tf.int32):
+        narrow, context = hvd.Compression.fp16.compress(tf.ones([2], dtype))
+        assert narrow.dtype == (tf.float16 if dtype.is_floating else dtype)
+        assert hvd.Compression.fp16.decompress(narrow, context).dtype == dtype
+    assert hvd.Compression.none.compress(tf.ones([2]))[0].dtype == tf.float32
+
+    class Halves:
+        def compress(self, tensor):
+            return tensor / 2, 2.0
+
+        def decompress(self, tensor, context):
+            return tensor * context
+
+    assert float(hvd.allreduce(3.0, compression=Halves())) == 3.0
+
+
+def test_different_calls_raise_horovods_class_on_all_ranks():
+    rank = hvd.rank()
+    for call in (
+        lambda: hvd.allreduce(tf.zeros([2 + rank])),
+        lambda: hvd.allreduce(tf.zeros([2], tf.float32 if rank else tf.float64)),
+        lambda: hvd.allreduce(tf.zeros([2]), name=f"name {rank}"),
+        lambda: hvd.allgather(tf.zeros([2, 2 + rank])),
+        lambda: hvd.broadcast(tf.zeros([2]), rank),
+        lambda: hvd.alltoall(tf.zeros([2], tf.float32 if rank else tf.int32)),
+        lambda: hvd.reducescatter(tf.zeros([2 + rank])),
+    ):
+        with pytest.raises(tf.errors.FailedPreconditionError, match="same call on all ranks") as caught:
+            call()
+        assert isinstance(caught.value, ReplicaError)
+    for call in (hvd.allgather, hvd.reducescatter, hvd.alltoall):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="scalar"):
+            call(1.0)
+
+
 def test_horovods_own_constants_are_accepted():
     if hvd.size() == 1:
         pytest.skip("needs Horovod's library, which a world of one does not start")
@@ -41,6 +202,7 @@ def test_horovods_own_constants_are_accepted():
 
     assert float(hvd.allreduce(1.0, op=stock.Sum)) == hvd.size()
     assert float(hvd.allreduce(1.0, op=stock.Average, compression=stock.Compression.fp16)) == 1.0
+    assert float(hvd.allreduce(float(hvd.rank()), op=stock.Max)) == hvd.size() - 1
     with pytest.raises(ConfigError, match="op"):
         hvd.allreduce(1.0, op=stock.Adasum)
 
@@ -126,8 +288,14 @@ def test_queries_return_horovods_answers():
     assert hvd.is_homogeneous()
 
 
+@pytest.fixture(params=["mpi", "horovod"])
+def engine(request, monkeypatch):
+    """Choose the engine of the functions, which is Horovod where NCCL sends the tensors of GPUs."""
+    monkeypatch.setattr(world, "_chosen", request.param)
+
+
 @pytest.mark.graph(every=True)
-def test_collectives_inside_a_function():
+def test_collectives_inside_a_function(engine):
     """As in Horovod's example of a custom loop, the first step broadcasts the model and the optimiser."""
     model = models.network(seed=hvd.rank())
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)

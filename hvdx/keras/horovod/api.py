@@ -2,10 +2,12 @@
 
 import operator
 import os
+import sys
 from collections.abc import Sequence
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import keras
+import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm.base import Wire
@@ -24,18 +26,45 @@ Max = "max"
 Product = "product"
 
 
+class _Compressor(str):
+    """Name of a data type on the network, with the two functions of Horovod's compressors."""
+
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
+        """Return a tensor in the dtype on the network, and its own dtype for `decompress`."""
+        narrow = {"fp16": tf.float16, "bf16": tf.bfloat16}.get(str(self))
+        return (tf.cast(tensor, narrow) if narrow and tensor.dtype.is_floating else tensor), tensor.dtype
+
+    def decompress(self, tensor: tf.Tensor, ctx: tf.DType) -> tf.Tensor:
+        """Return a tensor in its dtype before `compress`."""
+        return tf.cast(tensor, ctx)
+
+
 class Compression:
     """Data types of gradients on the network. Horovod's own classes are accepted as well."""
 
-    none = "none"
-    fp16 = "fp16"
-    bf16 = "bf16"
+    none = _Compressor("none")
+    fp16 = _Compressor("fp16")
+    bf16 = _Compressor("bf16")
+
+
+class UnsupportedError(ConfigError, NotImplementedError):
+    """A reduction or argument that is not supported. Horovod raises NotImplementedError, which this one is too."""
 
 
 #: Reduction of hvdx, or a constant of Horovod.
 Operation: TypeAlias = str | int
 #: Name in `Compression`, or a class of Horovod.
 Compressor: TypeAlias = str | type
+
+
+class Compressing(Protocol):
+    """Compressor of a user: a class or an object with the two functions of Horovod's compressors."""
+
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, object]:
+        """Return what is sent, and what `decompress` needs."""
+
+    def decompress(self, tensor: tf.Tensor, ctx: object) -> tf.Tensor:
+        """Return the tensor."""
 
 
 def init(
@@ -145,18 +174,27 @@ def cross_size() -> int:
     return join().cross_size
 
 
-def operation(op: Operation | None) -> str:
-    """Return "average" or "sum" for a reduction of hvdx or Horovod; None means "average"."""
-    if op is None or op == Average:
+def operation(op: Operation | None, known: Sequence[str] = (Average, Sum)) -> str:
+    """Return a reduction of hvdx for one of hvdx or Horovod; None means "average".
+
+    Args:
+        op: reduction.
+        known: reductions that are supported.
+
+    Raises:
+        UnsupportedError: if it is another one.
+    """
+    if op is None:
         return Average
-    if op == Sum:
-        return Sum
     # Horovod's constants are small integers, which its library defines.
-    named = _horovod_constants()
-    known = {named.get("Average"): Average, named.get("Sum"): Sum}
-    if not isinstance(op, str) and op in known:
-        return known[op]
-    raise ConfigError(f"op: expected Average or Sum, got {op!r}. Other reductions are not supported.")
+    stock = sys.modules.get("horovod.tensorflow")
+    for name in known:
+        if op == name or (not isinstance(op, str) and stock is not None and op == getattr(stock, name.capitalize())):
+            return name
+    names = [name.capitalize() for name in known]
+    raise UnsupportedError(
+        f"op: expected {', '.join(names[:-1])} or {names[-1]}, got {op!r}. Other reductions are not supported."
+    )
 
 
 def wire(compression: Compressor) -> Wire:
@@ -171,13 +209,6 @@ def wire(compression: Compressor) -> Wire:
         f"compression: expected Compression.none, .fp16 or .bf16, got {compression!r}. Compressors of your own are "
         "not supported."
     )
-
-
-def _horovod_constants() -> dict[str, int]:
-    import sys
-
-    module = sys.modules.get("horovod.tensorflow")
-    return {} if module is None else {k: getattr(module, k) for k in ("Average", "Sum")}
 
 
 def unsupported(function: str, **arguments: object) -> None:

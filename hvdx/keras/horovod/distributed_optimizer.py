@@ -89,9 +89,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if keras.config.dtype_policy().name == "mixed_float16":
         optimizer = _loss_scaled(optimizer)
     partial = is_partial(process_set)
-    if partial and (not _in_graph(chosen) or chosen.engine == "mpi"):
+    if partial and (not _in_graph(chosen) or chosen.engine != "auto"):
         raise ConfigError(
-            f"process_set: expected it with AllReduce() only, got {chosen!r}. Do: leave one of the two out."
+            f"process_set: expected it with AllReduce() only, whose engine is 'auto', got {chosen!r}. Do: leave one of "
+            "the two out."
         )
     some = comm_or_none(process_set, "DistributedOptimizer") if partial else None
     joined = some if partial else join()

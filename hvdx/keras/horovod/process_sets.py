@@ -1,8 +1,11 @@
 """Process sets: subsets of the ranks, with collectives of their own."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import TypeGuard
+
+import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
@@ -80,6 +83,7 @@ class _AllRanks(ProcessSet):
 #: The set of all ranks; the same as a `process_set` of None.
 global_process_set = _AllRanks()
 _sets: list[ProcessSet] = []
+_numbers = itertools.count(1)
 
 
 def allow() -> None:
@@ -94,8 +98,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set: set, or its ranks.
 
     Raises:
-        ConfigError: if a rank does not exist, the set has all ranks or was added before, or Horovod was started without
-            process sets.
+        ConfigError: if a rank does not exist, the set has all ranks or was added before, or Horovod sends tensors and
+            was started without process sets.
         ReplicaError: on all ranks, if they add different sets.
 
     Example:
@@ -121,7 +125,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if not world.graph_calls():
         allow()
     _sets.append(added)
-    added._assign(len(_sets), world.graph().subset(added.ranks), joined)
+    added._assign(next(_numbers), world.graph(engine="auto").subset(added.ranks), joined)
     return added
 
 
@@ -166,15 +170,15 @@ def comm_of(process_set: ProcessSet | None, function: str) -> GraphComm:
     return found
 
 
-def comm_or_none(process_set: ProcessSet | None, function: str, engine: Engine = "horovod") -> GraphComm | None:
+def comm_or_none(process_set: ProcessSet | None, function: str, engine: Engine = "auto") -> GraphComm | None:
     """Return the communicator of a process set, or None on a rank outside of it; see `comm_of`.
 
     Args:
         process_set, function: see `comm_of`.
-        engine: engine of the set of all ranks; Horovod carries the tensors of smaller sets.
+        engine: engine of the set of all ranks; smaller sets have that of "auto".
     """
     if not is_partial(process_set):
-        return world.graph(engine=engine)
+        return world.graph(engine="horovod" if in_session() else engine)
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
         raise ConfigError(
             f"{function}: process_set: expected a set that was added, got {process_set}. "
@@ -184,7 +188,18 @@ def comm_or_none(process_set: ProcessSet | None, function: str, engine: Engine =
         raise ConfigError(
             f"{function}: process_set: expected a set of this world, got one added before shutdown(). Do: add it again."
         )
+    if in_session():
+        raise ConfigError(
+            f"{function}: process_set: expected eager code or a tf.function, got a graph of TensorFlow 1. Do: leave "
+            "the set out, or the session."
+        )
     return process_set._comm
+
+
+def in_session() -> bool:
+    """Return whether operations go to a graph of TensorFlow 1, which a session runs in no order; Horovod finds one."""
+    with tf.init_scope():  # outside of functions
+        return not tf.executing_eagerly()
 
 
 def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
@@ -201,6 +216,21 @@ def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
     if root_rank not in ranks:
         raise ConfigError(f"root_rank: expected one of {ranks}, got {root_rank}. Do: give a rank of the set.")
     return int(ranks.index(root_rank))
+
+
+def set_of(number: int) -> ProcessSet:
+    """Return a process set by its number.
+
+    Args:
+        number: its `process_set_id`; 0 is that of all ranks.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    present: dict[int | None, ProcessSet] = {s.process_set_id: s for s in (global_process_set, *_sets)}
+    if number not in present:
+        raise ConfigError(f"process_set_id: expected one of {list(present)}, got {number!r}. Do: add the set first.")
+    return present[number]
 
 
 def is_partial(process_set: ProcessSet | None) -> TypeGuard[ProcessSet]:

@@ -1,4 +1,4 @@
-"""Process sets, in jobs of their own, because Horovod must be started with support for them."""
+"""Process sets, in a job of three ranks."""
 
 from tests.launch import run
 
@@ -18,6 +18,12 @@ assert float(hvd.allreduce(float(rank), op=hvd.Sum, process_set=mine)) == sum(ga
 assert hvd.allgather_object(rank, process_set=mine) == mine.ranks
 assert hvd.broadcast_object(rank, mine.ranks[-1], process_set=mine) == mine.ranks[-1]
 assert float(hvd.broadcast(float(rank), mine.ranks[-1], process_set=mine)) == mine.ranks[-1]
+assert hvd.alltoall([float(rank)] * len(mine.ranks), process_set=mine).numpy().tolist() == gathered
+assert hvd.reducescatter([1.0] * len(mine.ranks), op=hvd.Sum, process_set=mine).numpy().tolist() == [len(mine.ranks)]
+both = tf.function(lambda x: (hvd.allreduce(x, process_set=mine), hvd.broadcast(x, mine.ranks[0], process_set=mine)))
+assert [float(x) for x in both(tf.constant(float(rank)))] == [sum(gathered) / len(gathered), mine.ranks[0]]
+number = mine.process_set_id
+assert int(hvd.size_op(number)) == len(mine.ranks) and int(hvd.process_set_included_op(number)) == 1
 variable = keras.Variable([float(rank)])
 hvd.broadcast_variables([variable], mine.ranks[-1], process_set=mine)
 assert float(variable[0]) == mine.ranks[-1]
