@@ -11,7 +11,8 @@ from hvdx.errors import NotDistributedError
 from hvdx.keras.adapters import rows, updates
 from hvdx.keras.adapters.base import Adapter, Call
 from hvdx.keras.adapters.optimizer import adapter_of, attach, detach, optimizers_of
-from hvdx.keras.fit import batches, noise, traces, train_step
+from hvdx.keras.adapters.rank_local import rank_local_ids
+from hvdx.keras.fit import batches, noise, replicas, traces, train_step
 from hvdx.keras.fit.idling import Idling
 from hvdx.keras.fit.losses import Losses
 from hvdx.keras.fit.part import Part
@@ -267,6 +268,20 @@ class Attachment(Part):
         """Apply every update in flight."""
         for adapter in self.adapters:
             adapter.settle()
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Give ranks that have idled the bits of one that has not. Collective if ranks idle.
+
+        TensorFlow optimises the graph of an idle step for itself, so it may round an optimiser's arithmetic otherwise.
+        """
+        if self.plan.idles:
+            own = rank_local_ids(self.model)
+            variables = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model)]
+            shared = [v for v in variables if id(v) not in own]
+            found = replicas.differing(shared, self._comm)
+            root = self.plan.steps.index(max(self.plan.steps))
+            replicas.broadcast([shared[i] for i in found], root, self._comm)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Detach the optimisers that this part attached, and undo its changes to the model."""

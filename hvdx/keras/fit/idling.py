@@ -30,8 +30,13 @@ class Idling:
         self._model, self._comm, self._own, self._all, self._events = model, comm, own, all, events
         self.function: Callable[..., object] = model.train_function
         self._at_once = model.steps_per_execution
-        self._idle: Callable[[], object] | None = self._step if model.run_eagerly else None
+        # As this rank's own steps: eager and traced operations may round differently.
+        eager = model.run_eagerly or tf.config.functions_run_eagerly()
+        self._idle: Callable[[], object] | None = self._step if eager else None
         self._logs: object = None
+        # With constant gradients, TensorFlow would call Horovod while it optimises the graph.
+        with tf.device("CPU:0"):
+            self._zero = tf.Variable(0.0, trainable=False)
         self._batch = 0
 
     def resize(self, own: int, all: int) -> "Idling":
@@ -68,14 +73,16 @@ class Idling:
         (optimizer,) = (o for o in optimizers_of(self._model) if adapter_of(o) is adapter)
         adapter.begin_step()
         adapter.count_samples(0)
-        zeros = [_zero(v, indices) for v, indices in zip(call.variables, call.indices, strict=True)]
+        zeros = [self._zeros(v, indices) for v, indices in zip(call.variables, call.indices, strict=True)]
         adapter.idle(optimizer, zeros, call.variables)
         adapter.begin_step()
 
-
-def _zero(variable: Variable, indices: tf.DType | None) -> Gradient:
-    """Return a gradient of zeros; with a dtype of indices, of no rows."""
-    dtype, shape = keras.backend.standardize_dtype(variable.dtype), tuple(variable.shape)
-    if indices is None:
-        return tf.zeros(shape, dtype)
-    return tf.IndexedSlices(tf.zeros([0, *shape[1:]], dtype), tf.zeros([0], indices), tf.constant(shape, indices))
+    def _zeros(self, variable: Variable, indices: tf.DType | None) -> Gradient:
+        """Return a gradient of zeros; with a dtype of indices, of no rows."""
+        dtype, shape = keras.backend.standardize_dtype(variable.dtype), tuple(variable.shape)
+        zero = tf.cast(self._zero, dtype)
+        if indices is None:
+            return tf.fill(shape, zero)
+        none = tf.cast(self._zero, tf.int32)
+        values = tf.ensure_shape(tf.fill(tf.stack([none, *shape[1:]]), zero), (None, *shape[1:]))
+        return tf.IndexedSlices(values, tf.fill([none], tf.cast(none, indices)), tf.constant(shape, indices))
