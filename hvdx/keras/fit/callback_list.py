@@ -1,7 +1,6 @@
 """Order of the callbacks of a `fit`, callbacks that run on rank 0 only, and access to the data iterator of `fit`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -205,7 +204,7 @@ def show_steps_of_all_ranks(callbacks: keras.callbacks.CallbackList, taken: Call
         show_steps(bar, taken, steps)
 
 
-def show_params(callbacks: keras.callbacks.CallbackList, params: dict[str, Any]) -> None:
+def show_params(callbacks: keras.callbacks.CallbackList, params: dict[str, object]) -> None:
     """Make the progress bar show other parameters of the fit, such as its steps."""
     for bar in [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]:
         bar.set_params(params)

@@ -5,7 +5,6 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,20 +20,19 @@ def reduced_by(function: Method) -> Iterator[None]:
     Relies on: `Loss.__call__` calls `reduce_weighted_values`, a global of its module, with the values first and the
     names `sample_weight`, `mask`, `reduction` and `dtype`; in it, `self` is the loss.
     """
-    module: Any = importlib.import_module(_MODULE)
-    thread = threading.get_ident()
-    original = module.reduce_weighted_values
+    module, thread = vars(importlib.import_module(_MODULE)), threading.get_ident()
+    original = module["reduce_weighted_values"]
 
     def reduce(values: object, *rest: object, **named: object) -> object:
         if rest or threading.get_ident() != thread:
             return original(values, *rest, **named)
         return function(original, sys._getframe(1).f_locals.get("self"), values, **named)
 
-    module.reduce_weighted_values = reduce
+    module["reduce_weighted_values"] = reduce
     try:
         yield
     finally:
-        module.reduce_weighted_values = original
+        module["reduce_weighted_values"] = original
 
 
 def is_builtin(loss: object) -> bool:
