@@ -288,6 +288,7 @@ class Scratch:
         self._key: tuple[int, int, int, Layout] | None = None
         self._arrays: _Arrays | None = None
         self._buffers: dict[str, DeviceArray] = {}
+        self._host: UInt8Array = np.empty(0, np.uint8)
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, stream: Stream | int) -> DeviceArray:
         """Return uninitialised memory that the next call with this name may return again."""
@@ -299,6 +300,15 @@ class Scratch:
             self._buffers[name] = kept = _device_array(size + size // 4, dtype, stream)
         flat = kept if kept.size == size else kept[:size]
         return flat if len(shape) == 1 else flat.reshape(*shape)
+
+    def staging(self, size: int) -> UInt8Array:
+        """Return uint8[size] of uninitialised page-locked memory on the host, which the next call may return again.
+
+        A copy from it to the GPU takes a sixth of the time of one from other memory, whose pages are new in each call.
+        """
+        if self._host.size < size:
+            self._host = cuda.pinned_array(size + size // 4, np.uint8)
+        return self._host[:size]
 
     def arrays(self, n: int, runs: int, pieces: int, layout: Layout, stream: Stream | int) -> _Arrays:
         """Return the arrays for an update of n elements, runs and pieces."""
@@ -580,9 +590,12 @@ def _decode(
     entries, blocks = int(messages[-1, cuda_decode.STOP]), int(_blocks_of(rows).sum())
     ends = np.concatenate([np.cumsum(r.lengths, dtype=np.int64) for r in runs])
     taus = np.concatenate([np.asarray(r.taus, np.float32) for r in runs])
-    # The kernels may read two words beyond the end.
-    padded = np.zeros(sum(d.size for d in data) // 4 + 3, np.uint32)
-    padded.view(np.uint8)[: sum(d.size for d in data)] = np.concatenate(data)
+    # The kernels may read two words beyond the end. The copy from this memory has ended when the status is here.
+    size = sum(d.size for d in data)
+    staged = scratch.staging(4 * (size // 4 + 3))
+    np.concatenate(data, out=staged[:size])
+    staged[size:] = 0
+    padded = staged.view(np.uint32)
 
     def copied(name: str, values: AnyArray) -> DeviceArray:
         array = scratch.buffer(name, values.shape, values.dtype, stream)
