@@ -267,7 +267,8 @@ if __name__ == "__main__":
         _request_fork(sys.argv[2], sys.argv[3:])
     import numpy as np
 
-    import_paths = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    # Without the folder of `-m` and PYTHONPATH, which each request names itself; with the checkout, if it is installed.
+    import_paths = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     received = _Server(socket.socket(fileno=int(sys.argv[2]))).serve()
     if received is None:
         os._exit(0)

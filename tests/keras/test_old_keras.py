@@ -55,4 +55,4 @@ def test_variables_of_layers_are_variables():
     local = LocalVariables()
     local.add(old)
     assert local.holds(old)
-    assert float(_tensor(old)) == 1.5
+    assert float(_tensor("allreduce", old)) == 1.5
