@@ -137,10 +137,11 @@ def check_slices(comm: GraphComm) -> None:
 
 
 def check_equal_lookups(comm: GraphComm) -> None:
-    """Check that rows of the same indices on all ranks are added up, and that others stay apart, repeated ones too."""
-    for rows, added in (([2, 0, 2], True), ([2, 0, 2][: comm.rank + 1] if comm.size < 4 else [comm.rank], False)):
+    """Check that rows of the same indices on all ranks, each once, are added up, and that others stay apart."""
+    others = [2, 0, 2][: comm.rank + 1] if comm.size < 4 else [comm.rank]
+    for number, (rows, added) in enumerate((([2, 0, 3], True), ([2, 0, 2], False), (others, False))):
         mine = tf.IndexedSlices(tf.ones([len(rows), 2]), tf.constant(rows), tf.constant([4, 2]))
-        got: Any = comm.all_reduce([mine], Reduction(average=False), f"equal lookups {added}")[0]
+        got: Any = comm.all_reduce([mine], Reduction(average=False), f"equal lookups {number}")[0]
         everyone = [row for theirs in comm.all_gather_object(rows, "rows") for row in theirs]
         alike = added or comm.size == 1
         assert got.indices.numpy().tolist() == (rows if alike else everyone)

@@ -59,8 +59,9 @@ class TensorComm(GraphComm):
         """Concatenate the rows of all ranks, as in the gradient of the whole batch; add up equal lookups.
 
         Keras' Adam squares each row by itself, also rows of one index, so a sum of the rows of a batch would change the
-        step. But if all ranks have looked up the same indices in the same order, these do not depend on the batch, such
-        as those of positions: one process looks them up once, and each row is the sum over its whole batch.
+        step. But if all ranks have looked up the same indices in the same order, each once, these do not depend on the
+        batch, such as those of positions: one process looks them up once, and each row is the sum over its whole batch.
+        Positions that are looked up for each sample are there several times.
         """
         with device_scope(how.device_sparse):
             values = self._gather_values(slices.values, how.wire, f"{name}.values")
@@ -74,7 +75,8 @@ class TensorComm(GraphComm):
 
             def alike() -> tf.Tensor:
                 parts = tf.reshape(marked, [self.size, length])
-                return tf.reduce_all(tf.equal(parts, parts[0]))
+                once = tf.equal(tf.size(tf.unique(parts[0])[0]), length)
+                return tf.logical_and(once, tf.reduce_all(tf.equal(parts, parts[0])))
 
             def added() -> tuple[tf.Tensor, tf.Tensor]:
                 shape = tf.concat([[self.size, length - 1], tf.shape(values)[1:]], 0)
