@@ -197,7 +197,9 @@ class Attachment(Part):
         return adapter
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Restart the compute timers."""
+        """Restart the compute timers, and number the steps anew."""
+        if self._idling is not None:
+            self._idling.begin_batch(0)
         for adapter in self.adapters:
             adapter.restart_timer()
 

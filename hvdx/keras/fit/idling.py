@@ -49,10 +49,12 @@ class Idling:
         self._batch = batch
 
     def __call__(self, iterator: object) -> object:
-        own = max(0, min(self._at_once, self._own - self._batch))
+        # A callback that calls `Distribute` may not pass on the begin of a step.
+        begin, self._batch = self._batch, self._batch + self._at_once
+        own = max(0, min(self._at_once, self._own - begin))
         if own:
             self._logs = self.function(iterator)
-        for _ in range(min(self._at_once, self._all - self._batch) - own):
+        for _ in range(min(self._at_once, self._all - begin) - own):
             if self._idle is None:
                 # Not called as a function, of which TensorFlow would say that it is traced in each fit.
                 self._idle = tf.function(self._step, autograph=False).get_concrete_function()
