@@ -173,7 +173,8 @@ class HostGraphComm(TensorComm):
         def work(values: np.ndarray, indices: np.ndarray) -> list[np.ndarray]:
             def unit() -> list[np.ndarray]:
                 self._renew()
-                rows, places = self._parts(values), self._parts(indices)
+                # The second exchange overwrites what the first one received.
+                rows, places = [part.copy() for part in self._parts(values)], self._parts(indices)
                 alike = all(np.array_equal(part, places[0]) for part in places)
                 if alike and np.unique(places[0]).size == places[0].size:
                     added = np.sum([part.astype(np.float32) if part.itemsize < 4 else part for part in rows], axis=0)
@@ -199,10 +200,10 @@ class HostGraphComm(TensorComm):
         return [np.concatenate(self._parts(rows))]
 
     def _parts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the rows of each rank, copies, since the next exchange overwrites what it received."""
+        """Return the rows of each rank: views, which the next exchange overwrites."""
         received = self._dense.everyone.exchange([len(rows)], rows.reshape(-1).view(np.uint8))
         parts = zip(received.headers[:, 0], received.messages, strict=True)
-        return [m.view(rows.dtype).reshape(n, *rows.shape[1:]).copy() for n, m in parts]
+        return [m.view(rows.dtype).reshape(n, *rows.shape[1:]) for n, m in parts]
 
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         def work(rows: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:

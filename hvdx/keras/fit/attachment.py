@@ -11,7 +11,6 @@ from hvdx.errors import NotDistributedError
 from hvdx.keras.adapters import rows, updates
 from hvdx.keras.adapters.base import Adapter, Call
 from hvdx.keras.adapters.optimizer import adapter_of, attach, detach, optimizers_of
-from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.fit import batches, noise, replicas, traces, train_step
 from hvdx.keras.fit.idling import Idling
 from hvdx.keras.fit.losses import Losses
@@ -278,9 +277,7 @@ class Attachment(Part):
         TensorFlow optimises the graph of an idle step for itself, so it may round an optimiser's arithmetic otherwise.
         """
         if self.plan.idles:
-            own = rank_local_ids(self.model)
-            variables = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model)]
-            shared = [v for v in variables if id(v) not in own]
+            shared = replicas.shared_state_of(self.model)
             found = replicas.differing(shared, self._comm)
             root = self.plan.steps.index(max(self.plan.steps))
             replicas.broadcast([shared[i] for i in found], root, self._comm)

@@ -4,7 +4,6 @@ from typing import Literal
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
-from hvdx.keras.adapters.rank_local import rank_local_ids
 from hvdx.keras.fit import finite, replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
@@ -62,7 +61,5 @@ class Checks(Part):
         bad = finite.check(self.model.trainable_weights, firsts, self._comm, when, self._sync.terminates)
         if bad or self._every is None:
             return
-        own = rank_local_ids(self.model)
-        variables = [*self.model.trainable_weights, *replicas.optimizer_state_of(self.model)]
-        for ranks, some in by_ranks([v for v in variables if id(v) not in own], self._comm):
+        for ranks, some in by_ranks(replicas.shared_state_of(self.model), self._comm):
             replicas.check_identical(some, ranks, when)

@@ -11,7 +11,7 @@ from hvdx.comm import Comm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
-from hvdx.keras.adapters.rank_local import declared
+from hvdx.keras.adapters.rank_local import declared, rank_local_ids
 from hvdx.keras.optimizer_state import accumulated_gradients
 from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import by_ranks, mark_state, part_of, whole_shape
@@ -36,6 +36,12 @@ def optimizer_state_of(model: keras.Model) -> list[Variable]:
     local = {id(v) for optimizer in optimizers for v in accumulated_gradients(optimizer)}
     variables = {id(v): v for optimizer in optimizers for v in optimizer.variables}
     return [v for i, v in variables.items() if i not in local]
+
+
+def shared_state_of(model: keras.Model) -> list[Variable]:
+    """Return the trainable weights and optimiser variables that should have the same bits on all ranks."""
+    own = rank_local_ids(model)
+    return [v for v in (*model.trainable_weights, *optimizer_state_of(model)) if id(v) not in own]
 
 
 def build_optimizers(model: keras.Model, comm: Comm) -> None:
