@@ -5,7 +5,7 @@ import weakref
 
 import keras
 
-from hvdx.comm import Comm
+from hvdx.comm import Comm, current
 from hvdx.keras.adapters.optimizer import adapter_of
 from hvdx.keras.seams.optimizers import watch_applies
 from hvdx.log import Log
@@ -36,9 +36,10 @@ def watch(comm: Comm) -> None:
         if optimizer in _checked or adapter_of(optimizer) is not None:
             return
         _checked.add(optimizer)
+        now = current()
         # Rank 0 says nothing, since it alone may train a model beside the others, for a figure or a trial.
-        if comm.rank == 1 and not _script_combines and os.environ.get(VARIABLE) != "1":
-            _log.warning(_text(optimizer.name, comm.size), head="\nhvdx: WARNING: ")
+        if now is not None and now.rank == 1 and not _script_combines and os.environ.get(VARIABLE) != "1":
+            _log.warning(_text(optimizer.name, now.size), head="\nhvdx: WARNING: ")
 
     watch_applies(check)
 

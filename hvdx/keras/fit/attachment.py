@@ -125,7 +125,7 @@ class Attachment(Part):
 
     @property
     def _weighs(self) -> bool:
-        """True if ranks can weigh as many rows as they have."""
+        """True if adapters can weigh the gradients of a rank by its rows."""
         return not self.strategy.asynchronous and self._comm.mesh is None
 
     @property
@@ -139,17 +139,18 @@ class Attachment(Part):
         noise.seed_graph(number)
         self._events.clear()
         count = None
-        if self.strategy.counts_samples or (not self.plan.even and self._weighs):
+        if self.strategy.counts_samples or not (self.plan.even or self.strategy.asynchronous):
             count = rows.rows_of(data)
         for adapter in self.adapters:
             adapter.begin_step(self._events.append, self.plan.full)
-            if count is not None:
+            if count is not None and (self.strategy.counts_samples or self._weighs):
                 adapter.count_samples(count)
         kind = type(self.model)
         standard = kind.train_step is keras.Model.train_step and kind.compute_loss is keras.Model.compute_loss
-        losses = Losses(self._comm, self.strategy, self.plan, standard, self._events.append, count)
+        split = self._comm.mesh is not None
+        losses = Losses(self._comm, self.strategy, self.plan, standard, self._events.append, count, split)
         try:
-            with reduced_by(losses.reduce) if self._weighs else contextlib.nullcontext():
+            with reduced_by(losses.reduce):
                 yield
         finally:
             for adapter in self.adapters:

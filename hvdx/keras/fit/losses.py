@@ -27,6 +27,8 @@ class Losses:
         standard: whether the step is Keras' own, which adds up a loss that is not reduced.
         record: function that is told the number of values of each sum over the ranks.
         count: rows of this step, float64; None if all ranks have as many.
+        split: whether the model may have split layers, whose gradients no adapter can weigh: those of a part are a sum
+            over the batches of its group.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class Losses:
         standard: bool,
         record: Callable[[int], None],
         count: tf.Tensor | None,
+        split: bool = False,
     ):
         self._comm, self._plan, self._standard, self._record, self._count = comm, plan, standard, record, count
         # Elsewhere ranks take steps of their own.
         self._together = strategy.schedule == EACH_STEP and not strategy.asynchronous and strategy.weighs
         self._exact = self._together and strategy.placement == "gradient"
+        self._share = rows.share(comm, count, "fit") if split and self._exact and count is not None else None
         self._sums = 0
 
     def reduce(
@@ -57,9 +61,21 @@ class Losses:
         """Reduce the values of a loss as Keras does, and multiply the result by the factor of this rank."""
         reduced = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         values = tf.convert_to_tensor(values)
-        if not self._together or values.shape.rank == 0:
-            # A number already: a mean over the rows, or nobody knows.
-            return reduced
+        # A number already is a mean over the rows, or nobody knows.
+        if self._together and values.shape.rank != 0:
+            reduced = self._multiplied(reduced, loss, values, sample_weight, mask, reduction)
+        return reduced if self._share is None else _with_gradient_times(reduced, self._share)
+
+    def _multiplied(
+        self,
+        reduced: tf.Tensor,
+        loss: object,
+        values: tf.Tensor,
+        sample_weight: object,
+        mask: object,
+        reduction: str | None,
+    ) -> tf.Tensor:
+        """Return a reduced loss times the factor of this rank; see `reduce`."""
         if reduction in (None, "none"):
             return _with_gradient_times(reduced, self._of_sum()) if self._standard else reduced
         if reduction == "sum":
@@ -117,7 +133,7 @@ class Losses:
 
 
 def _with_gradient_times(values: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """Return values whose gradient is multiplied by a factor: the metric of the loss is a mean of values, not a sum."""
+    """Return values whose gradient is multiplied by a factor, since Keras' metric of the loss is a mean of values."""
 
     @tf.custom_gradient
     def same(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:

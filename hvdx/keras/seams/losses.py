@@ -36,13 +36,13 @@ def reduced_by(function: Method) -> Iterator[None]:
 
 
 def is_builtin(loss: object) -> bool:
-    """Return whether a loss is one of Keras' own, whose values have the rows of its arguments.
+    """Return whether a loss is one of Keras or hvdx, whose values have the rows of its arguments.
 
     Relies on: the module of its class, and of the attribute `fn` that wraps a function.
     """
     of_function = getattr(loss, "fn", loss)
     modules = type(loss).__module__, getattr(of_function, "__module__", "")
-    return all(str(module).startswith("keras.") for module in modules)
+    return all(str(module).startswith(("keras.", "hvdx.")) for module in modules)
 
 
 def weights_of(
