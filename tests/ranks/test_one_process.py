@@ -150,11 +150,11 @@ def _alone(monkeypatch):
 #: Batches, kind of step and losses that run in every suite; `test_whole_matrix` has all combinations.
 CASES = {
     "idle, step": ("idle", Step, {"mean", "sum", "mask"}),
-    "idle, fit": ("idle", keras.Model, set(LOSSES)),
-    "equal, fit": ("equal", keras.Model, {"sum", "mask", "mask, weights", "two outputs"}),
-    "last, fit": ("last", keras.Model, {"mean", "class weights", "mask, sum", "dropped rows"}),
-    "unequal, step": ("unequal", Step, {"sum", "mean of weights", "mask", "a function"}),
-    "unequal, fit": ("unequal", keras.Model, set(LOSSES)),
+    "idle, fit": ("idle", keras.Model, {"mean", "sum, weights", "class weights", "mask, weights", "two outputs"}),
+    "equal, fit": ("equal", keras.Model, {"sum", "mask"}),
+    "last, fit": ("last", keras.Model, {"class weights", "mask, sum", "dropped rows"}),
+    "unequal, step": ("unequal", Step, {"mean of weights", "a function"}),
+    "unequal, fit": ("unequal", keras.Model, {"sum", "weights", "mask", "mean of weights", "dropped rows"}),
 }
 
 
@@ -194,10 +194,10 @@ def optimizers():
     yield "averaged", functools.partial(keras.optimizers.SGD, 0.02, use_ema=True, ema_momentum=0.5)
 
 
-@pytest.mark.sizes(2, 4)
-def test_every_optimizer_is_that_of_one_process():
+def test_optimizers_that_see_more_than_one_gradient_are_those_of_one_process():
     for name, optimizer in optimizers():
-        compare(keras.Model, "idle", *LOSSES["mean"], optimizer=optimizer, what=name)
+        if name in ("Adam", "Lamb", "clipped", "accumulated", "averaged"):
+            compare(keras.Model, "idle", *LOSSES["mean"], optimizer=optimizer, what=name)
 
 
 @pytest.mark.graph(every=True)
