@@ -147,6 +147,13 @@ def check_equal_lookups(comm: GraphComm) -> None:
         assert got.indices.numpy().tolist() == (rows if alike else everyone)
         np.testing.assert_array_equal(got.values.numpy(), np.full([len(got.indices), 2], comm.size if added else 1))
 
+    def width_in_graph(slices: tf.IndexedSlices) -> tf.Tensor:
+        (mean,) = comm.all_reduce([slices], Reduction(), "lookups in a graph")
+        # Keras' optimisers ask for it.
+        return tf.reduce_sum(mean.values) * mean.values.shape[1]
+
+    np.testing.assert_allclose(float(tf.function(width_in_graph)(mine)), 2 * 2 * len(everyone) / comm.size, rtol=1e-6)
+
 
 def _tensors(rank: int) -> list[np.ndarray]:
     random = np.random.default_rng(rank)

@@ -187,6 +187,7 @@ class HostGraphComm(TensorComm):
         values, indices, ranks = on_host(work, [sent, slices.indices], [sent.dtype, slices.indices.dtype, tf.float64])
         values.set_shape([None, *sent.shape[1:]])
         indices.set_shape([None])
+        ranks.set_shape([])
         values = tf.cast(values, slices.values.dtype)
         values = values / tf.cast(ranks, values.dtype) if how.average else values
         return tf.IndexedSlices(values, indices, slices.dense_shape)
