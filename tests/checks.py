@@ -148,7 +148,7 @@ def check_equal_lookups(comm: GraphComm) -> None:
         np.testing.assert_array_equal(got.values.numpy(), np.full([len(got.indices), 2], comm.size if added else 1))
 
     def width_in_graph(slices: tf.IndexedSlices) -> tf.Tensor:
-        (mean,) = comm.all_reduce([slices], Reduction(), "lookups in a graph")
+        mean: Any = comm.all_reduce([slices], Reduction(), "lookups in a graph")[0]
         # Keras' optimisers ask for it.
         return tf.reduce_sum(mean.values) * mean.values.shape[1]
 
