@@ -2,7 +2,7 @@
 
     python -m tests.keras_tests --ranks 2
 
-The wheel of Keras has the tests of its version. They run without hvdx, on one process with it, and on several ranks. If
+Keras' wheel contains these tests. They run without hvdx, on one process with it, and on several ranks. If
 the ranks go apart in a test, the launch ends and another one goes on with the next test.
 """
 
@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 
+from hvdx import comm as world
 from tests.launch import ROOT, run
+from tests.outcomes import of_all_ranks
 
 _TRAINERS = ("trainer", "compile_utils", "epoch_iterator")
 _CALLBACKS = (
@@ -70,15 +72,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if report.when != "call" and report.passed:
         return report
-    from hvdx import comm as world
-
-    said = (report.outcome, "" if call.excinfo is None else f"{call.excinfo.typename}: {call.excinfo.value}"[:800])
-    joined = world.current()
-    everyone = [(item.nodeid, *said)]
-    if joined is not None and joined.size > 1:
-        everyone = joined.all_gather_object(everyone[0], "outcome of a test of Keras")
-    if any(not isinstance(other, tuple) or other[0] != item.nodeid for other in everyone):
-        os._exit(3)
+    said = "" if call.excinfo is None else f"{call.excinfo.typename}: {call.excinfo.value}"[:800]
+    everyone = of_all_ranks(item, report, said)
     worst = next((other for other in everyone if other[1] == "failed"), everyone[0])
     _write({"test": item.nodeid, "outcome": worst[1], "said": worst[2]})
     return report
@@ -86,8 +81,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def _write(line: dict[str, str]) -> None:
     """Append a line to the file of results, on rank 0."""
-    from hvdx import comm as world
-
     joined = world.current()
     if joined is None or joined.rank == 0:
         with open(os.environ[_RESULTS], "a") as file:
@@ -114,13 +107,14 @@ def outcomes(ranks: int, inject: bool, files: Sequence[str]) -> dict[str, tuple[
             lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
         began = next((line["test"] for line in reversed(lines) if line["outcome"] == "began"), None)
         new = {line["test"]: (line["outcome"], line["said"]) for line in lines if line["outcome"] != "began"}
-        if began is not None and began not in new:
+        apart = began is not None and began not in new
+        if apart:
             new[began] = ("apart", _last_words(done.out))
         found |= new
         print(f"{ranks} ranks: {len(found)} tests; the launch ended with {done.code}", file=sys.stderr, flush=True)
         if not new and done.code not in (0, 5):
             raise SystemExit(done.out[-3000:])
-        if not new or (done.code in (0, 1) and began in found and found[began][0] != "apart"):
+        if not new or (done.code in (0, 1) and not apart):
             return found
 
 
@@ -130,7 +124,7 @@ def _last_words(out: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tests whose outcome differs, and what they said."""
+    """Print each test whose outcome differs from that of plain Keras, with its error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument("--only", nargs="*", default=FILES, metavar="MODULE", help="modules of tests (default: all)")

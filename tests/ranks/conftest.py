@@ -9,7 +9,6 @@ If a test fails on one rank, it fails on all, so the ranks stay in step.
 """
 
 import gc
-import os
 
 import keras
 import pytest
@@ -18,6 +17,7 @@ import tensorflow as tf
 import hvdx
 from hvdx import comm as world
 from hvdx.comm import launcher
+from tests import outcomes
 
 
 def pytest_collection_modifyitems(config, items):
@@ -70,13 +70,9 @@ def seed():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    joined = world.current()
-    if report.when == "call" and joined is not None and joined.size > 1:
-        everyone = joined.all_gather_object((item.nodeid, report.outcome), "outcome of a test")
-        if any(not isinstance(said, tuple) or said[0] != item.nodeid for said in everyone):
-            print(f"the ranks are in different tests: {everyone}\n{report.longreprtext}", flush=True)
-            os._exit(3)
-        failed = [rank for rank, (_, outcome) in enumerate(everyone) if outcome == "failed"]
+    if report.when == "call":
+        everyone = outcomes.of_all_ranks(item, report)
+        failed = [rank for rank, (_, outcome, _) in enumerate(everyone) if outcome == "failed"]
         if failed and report.outcome != "failed":
             report.outcome = "failed"
             report.longrepr = f"failed on ranks {failed}"

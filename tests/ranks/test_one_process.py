@@ -194,7 +194,7 @@ def optimizers():
     yield "averaged", functools.partial(keras.optimizers.SGD, 0.02, use_ema=True, ema_momentum=0.5)
 
 
-def test_optimizers_that_see_more_than_one_gradient_are_those_of_one_process():
+def test_optimizers_are_those_of_one_process():
     for name, optimizer in optimizers():
         if name in ("Adam", "Lamb", "clipped", "accumulated", "averaged"):
             compare(keras.Model, "idle", *LOSSES["mean"], optimizer=optimizer, what=name)

@@ -147,8 +147,7 @@ class Attachment(Part):
                 adapter.count_samples(count)
         kind = type(self.model)
         standard = kind.train_step is keras.Model.train_step and kind.compute_loss is keras.Model.compute_loss
-        split = self._comm.mesh is not None
-        losses = Losses(self._comm, self.strategy, self.plan, standard, self._events.append, count, split)
+        losses = Losses(self._comm, self.strategy, self.plan, standard, self._events.append, count)
         try:
             with reduced_by(losses.reduce):
                 yield

@@ -27,8 +27,6 @@ class Losses:
         standard: whether the step is Keras' own, which adds up a loss that is not reduced.
         record: function that is told the number of values of each sum over the ranks.
         count: rows of this step, float64; None if all ranks have as many.
-        split: whether the model may have split layers, whose gradients no adapter can weigh: those of a part are a sum
-            over the batches of its group.
     """
 
     def __init__(
@@ -39,12 +37,13 @@ class Losses:
         standard: bool,
         record: Callable[[int], None],
         count: tf.Tensor | None,
-        split: bool = False,
     ):
         self._comm, self._plan, self._standard, self._record, self._count = comm, plan, standard, record, count
         # Elsewhere ranks take steps of their own.
         self._together = strategy.schedule == EACH_STEP and not strategy.asynchronous and strategy.weighs
         self._exact = self._together and strategy.placement == "gradient"
+        # No adapter can weigh the gradient of a split layer's part: it is a sum over the batches of the group.
+        split = comm.mesh is not None
         self._share = rows.share(comm, count, "fit") if split and self._exact and count is not None else None
         self._sums = 0
 
@@ -133,7 +132,7 @@ class Losses:
 
 
 def _with_gradient_times(values: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """Return values whose gradient is multiplied by a factor, since Keras' metric of the loss is a mean of values."""
+    """Return values unchanged, for Keras' metric of the loss, and multiply their gradient by a factor."""
 
     @tf.custom_gradient
     def same(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:

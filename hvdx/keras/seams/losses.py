@@ -36,7 +36,7 @@ def reduced_by(function: Method) -> Iterator[None]:
 
 
 def is_builtin(loss: object) -> bool:
-    """Return whether a loss is one of Keras or hvdx, whose values have the rows of its arguments.
+    """Return whether a loss belongs to Keras or hvdx, whose values have the rows of its arguments.
 
     Relies on: the module of its class, and of the attribute `fn` that wraps a function.
     """
