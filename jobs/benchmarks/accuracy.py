@@ -256,7 +256,8 @@ def host_step(network: "keras.Model", strategy: "Strategy", workers: int) -> tup
 
     variables, gradients = network.trainable_variables, gradients_of(network)
     specs = [describe(v) for v in variables]
-    own = [keras.optimizers.deserialize(keras.optimizers.serialize(network.optimizer)) for _ in range(workers)]
+    # keras.optimizers.deserialize does not know all optimisers of Keras, Lamb among them.
+    own = [type(network.optimizer).from_config(network.optimizer.get_config()) for _ in range(workers)]
     for optimizer in own:
         optimizer.build(variables)
     pool = ThreadPoolExecutor(workers)

@@ -4,7 +4,8 @@
 case of a parametrised test runs, on 2 ranks all cases, on more the first and the last.
 Functions run eagerly, because tracing takes most of a short training's time. The first case of a test marked `graph` is
 traced, as users' functions are, on 2 ranks or if the test is named by its id. A test marked `graph(every=True)` is
-traced in all cases and on any number of ranks. The jobs of tests/test_exits.py and tests/jobs are traced too.
+traced in all cases and on any number of ranks, and `--traced` traces all tests. The jobs of tests/test_exits.py and
+tests/jobs are traced too.
 If a test fails on one rank, it fails on all, so the ranks stay in step.
 """
 
@@ -20,6 +21,10 @@ from hvdx.comm import launcher
 from tests import outcomes
 
 
+def pytest_addoption(parser):
+    parser.addoption("--traced", action="store_true", help="trace the functions of all tests of this folder")
+
+
 def pytest_collection_modifyitems(config, items):
     """Deselect tests for other numbers of ranks; a test that is named by its id always runs."""
     launch = launcher.detect()
@@ -33,8 +38,8 @@ def pytest_collection_modifyitems(config, items):
         first, last = cases[item.path, item.function][0], cases[item.path, item.function][-1]
         cases_at = {1: [first], 2: [item], 3: [first, last], 4: [first, last]}
         graph = item.get_closest_marker("graph")
-        item.traced = graph is not None and (
-            (item is first and (size == 2 or named)) or graph.kwargs.get("every", False)
+        item.traced = config.getoption("--traced") or (
+            graph is not None and ((item is first and (size == 2 or named)) or graph.kwargs.get("every", False))
         )
         marker = item.get_closest_marker("sizes")
         sizes = marker.args if marker else (2,)

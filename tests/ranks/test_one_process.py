@@ -104,6 +104,9 @@ def train(kind, division, outputs, options, loss, more, optimizer, callbacks, wh
     arrays = (data["x"], y if len(y) > 1 else y[0]) + ((weights,) if {"weights", "steps"} & set(more) else ())
     model = network(*outputs, **options, kind=kind)
     model.compile(optimizer(), loss, loss_weights=[0.5, 2.0] if len(outputs) > 1 else None, run_eagerly=None)
+    if whole and kind is keras.Model:
+        # As hvdx does. Keras' ScheduleFreeAdamW takes its first state from the weights; built in a traced step it is 0.
+        model.optimizer.build(model.trainable_variables)
     given = {"epochs": 2, "verbose": 0, "shuffle": False, "callbacks": callbacks}
     if "classes" in more:
         given["class_weight"] = {0: 0.3, 1: 1.0, 2: 2.5}

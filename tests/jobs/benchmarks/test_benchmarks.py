@@ -2,7 +2,7 @@
 
 # Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/batches.py
 # Tests: jobs/benchmarks/checkpoint.py
-# Tests: jobs/benchmarks/dense.py, jobs/benchmarks/overlap.py
+# Tests: jobs/benchmarks/defaults.py, jobs/benchmarks/dense.py, jobs/benchmarks/overlap.py
 # Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
 # Tests: jobs/benchmarks/local_steps.py, jobs/benchmarks/lost_host.py
 # Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvdx.jobs.benchmarks import gpu, harness, lost_host, record_update, wire
+from hvdx.jobs.benchmarks import defaults, gpu, harness, lost_host, record_update, wire
 from tests.launch import ROOT, run
 
 _SECONDS = 120
@@ -30,6 +30,10 @@ BENCHMARKS = {
     ),
     "batches": ("--rounds 1 --steps 5", {}),
     "checkpoint": ("--parameters 1000 --repeat 1", {}),
+    "defaults": (
+        "--cases small --strategies tau=0.001 --rates 1",
+        {"CASES": {"small": defaults.Case("recommender", "lamb", 0.004, 2, 4, 3, "choose")}},
+    ),
     "dense": ("--hosts 2 --ways MPI,mpi --wires bf16 --steps 2 --hidden 4", {}),
     "density": ("--hosts 2 --bandwidth 1gbit --burst 5kB --steps 40 --hidden 4 --batch 8", {}),
     "first_step": ("--starts 1", {"GOAL": 100.0}),
@@ -75,8 +79,8 @@ def test_benchmark_writes_figures_and_prints_a_table(name, on_this_machine, tmp_
     benchmark, file = importlib.import_module(f"hvdx.jobs.benchmarks.{name}"), tmp_path / "figures.json"
     for attribute, value in attributes.items():
         monkeypatch.setattr(benchmark, attribute, value)
-    if name == "accuracy":
-        monkeypatch.setattr(benchmark, "ProcessPoolExecutor", lambda workers, _: ThreadPoolExecutor(workers))
+    if name in ("accuracy", "defaults"):
+        monkeypatch.setattr(benchmark, "ProcessPoolExecutor", lambda workers, *_, **more: ThreadPoolExecutor(workers))
     if name == "predict":
         facts = json.loads((ROOT / "docs" / "benchmarks" / "predict.json").read_text())
         measured = {f"mlp 2 1gbit {strategy}": {"measured": {"step": 0.1}} for strategy in ("all_reduce", "threshold")}
