@@ -76,6 +76,7 @@ class Reduction:
     device: str = ""
     device_sparse: str = ""
     sizes: tuple[int, ...] = ()
+    of_step: bool = False
 
 
 @dataclass(frozen=True)

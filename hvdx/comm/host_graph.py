@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvdx.comm import failure
+from hvdx.comm import failure, progress
 from hvdx.comm.alignment import is_aligned
 from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.buckets import BucketThread, fill
 from hvdx.comm.dense import DenseSums
 from hvdx.comm.launcher import usable_cores
 from hvdx.comm.tensors import MismatchError, TensorComm
-from hvdx.errors import ConfigError
+from hvdx.errors import ConfigError, ExchangeError
 
 _WIRES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
@@ -114,26 +114,35 @@ class HostGraphComm(TensorComm):
         dtypes = [t.dtype for t in sent]
         sizes = zip(how.sizes, sent, strict=True) if self._overlaps and how.sizes else ()
         buckets = fill([elements * t.dtype.size for elements, t in sizes])
+        marks = name if how.of_step and dtypes[0].is_floating else ""
         if len(buckets) > 1:
-            received = in_order(lambda: self._sums_behind(sent, buckets, after))
+            received = in_order(lambda: self._sums_behind(sent, buckets, after, marks))
         else:
-            received = on_host(lambda *vectors: self._sums(vectors, after), sent, dtypes, copy_results=False)
+
+            def sums(*vectors: np.ndarray) -> list[np.ndarray]:
+                found = self._sums(_marked(vectors, marks), after)
+                self._check_marks(found[len(vectors) :], after)
+                return found[: len(vectors)]
+
+            received = on_host(sums, sent, dtypes, copy_results=False)
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
     def _sums_behind(
-        self, sent: list[tf.Tensor], buckets: list[list[int]], scale: Callable[[], float]
+        self, sent: list[tf.Tensor], buckets: list[list[int]], scale: Callable[[], float], marks: str
     ) -> list[tf.Tensor]:
         """Make operations that sum vectors in buckets, in a thread, while the vectors of other buckets are computed."""
 
         def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
             def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
-                self._behind.give(number, vectors, scale())
+                last = number == len(buckets) - 1
+                self._behind.give(number, _marked(vectors, marks) if last else vectors, scale())
                 return [np.int64(number)]
 
             return work
 
         def take(*_: npt.ArrayLike) -> list[np.ndarray]:
             found = [sums for bucket in self._behind.take(len(buckets)) for sums in bucket]
+            self._check_marks(found[len(positions) :], scale)
             return [found[position] for position in positions]
 
         positions = np.argsort([i for bucket in buckets for i in bucket]).tolist()
@@ -146,6 +155,22 @@ class HostGraphComm(TensorComm):
             for number, bucket in enumerate(buckets)
         ]
         return _call(take, given, [t.dtype for t in sent], copy_results=False)
+
+    def _check_marks(self, sums: Sequence[np.ndarray], scale: Callable[[], float]) -> None:
+        """Raise ExchangeError if the sums of the ranks' marks tell that not all are at one position.
+
+        Args:
+            sums: sums of `_marked`, or nothing.
+            scale: factor on them.
+        """
+        for total in sums:
+            # Float16 and bfloat16 round a sum of many ranks.
+            if np.abs(total.astype(np.float64)).min() / scale() < self.size - 1 - self.size / 256:
+                raise ExchangeError(
+                    f"the all-reduce: the workers are in different steps, this one in {progress.here().place or 'none'}"
+                    ". A step that only some workers take would be added to another step of the others. Do: decide by "
+                    "hvdx.keras.combine(value), which is the same on all workers."
+                )
 
     def _sums(self, vectors: Sequence[np.ndarray], scale: Callable[[], float]) -> list[np.ndarray]:
         """Sum vectors over the ranks, with one collective per dtype and a factor that is read after each death."""
@@ -378,6 +403,11 @@ def in_order(operation: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
         with tf.control_dependencies(results):
             sequence.assign_add(1)
     return results
+
+
+def _marked(vectors: Sequence[np.ndarray], name: str) -> Sequence[np.ndarray]:
+    """Return the vectors, and behind them marks of this rank's position if there is a name; see `progress.signs`."""
+    return [*vectors, progress.signs(name).astype(vectors[0].dtype)] if name else vectors
 
 
 @functools.cache

@@ -92,6 +92,7 @@ class AllReduce(Strategy):
             predivide=self.gradient_predivide_factor,
             device=device,
             device_sparse=device_sparse,
+            of_step=True,
         )
 
     def predict(self, situation: Situation) -> Prediction:

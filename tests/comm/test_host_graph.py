@@ -13,7 +13,7 @@ from hvdx.comm.base import Reduction
 from hvdx.comm.host_graph import HostGraphComm, on_host
 from hvdx.comm.local import virtual_world
 from hvdx.comm.tensors import MismatchError
-from hvdx.errors import ConfigError, ReplicaError
+from hvdx.errors import ConfigError, ExchangeError, ReplicaError
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS
 from tests.strategies.virtual import on_all, on_hosts
 
@@ -45,6 +45,23 @@ def test_mixed_dtypes_are_preserved():
         for got in reduced(tensors, Reduction(wire=wire), "ab"):
             assert [t.dtype for t in got] == [t.dtype for t in tensors(0)]
             np.testing.assert_array_equal([t.numpy().astype(float) for t in got], np.full((4, 2), 1.5))
+
+
+@pytest.mark.parametrize(("hosts", "wire", "elements"), [("aa", "none", 2), ("abc", "bf16", 2), ("ab", "fp16", 2**20)])
+def test_ranks_at_different_steps_get_an_error(hosts, wire, elements):
+    how = Reduction(wire=wire, of_step=True, sizes=(elements, elements))
+
+    def step(comm, name):
+        return HostGraphComm(comm).all_reduce([tf.ones(elements), tf.ones(elements)], how, name)
+
+    for sums in on_hosts(hosts, lambda comm: step(comm, "alike")):
+        assert [t.numpy().tolist() for t in sums] == [[1.0] * elements] * 2
+
+    def fails(comm):
+        with pytest.raises(ExchangeError, match="the workers are in different steps"):
+            step(comm, f"of rank {comm.rank}")
+
+    on_hosts(hosts, fails)
 
 
 def test_float64_is_summed_in_float64():

@@ -239,3 +239,22 @@ def test_loop_of_ones_own_counts_rows():
     made = loop(mine, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), network("targets"))
     plain = loop(slice(None), keras.optimizers.Adam(0.01), network("targets"))
     models.assert_close(made, plain, tolerance=1e-5)
+
+
+class Choosy(Step):
+    """A model that takes no step on rows that are negative."""
+
+    def train_step(self, data):
+        step = super().train_step
+        return {"loss": tf.cond(tf.reduce_all(data[0] >= 0), lambda: step(data)["loss"], lambda: 0.0)}
+
+
+@pytest.mark.graph(every=True)
+def test_step_that_only_some_ranks_take_is_an_error():
+    inputs = keras.Input((1,))
+    model = Choosy(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    x = np.ones((3, 1), np.float32)
+    x[1] -= 2 * (hvdx.rank() == 1)
+    with pytest.raises(tf.errors.UnknownError, match=r"ExchangeError: the all-reduce.*in step [23] of epoch 1"):
+        model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[hvd.Distribute()])
