@@ -66,6 +66,8 @@ class Reduction:
         device_sparse: device of the collectives on the rows of `IndexedSlices`; "" leaves it to TensorFlow.
         sizes: elements of each tensor if the last tensors are computed first, as in a backward pass; they may then be
             sent while the others are computed. () if all tensors are ready at once.
+        of_step: the tensors are gradients of a step of a training, which all ranks take together. Where MPI combines
+            them, ranks at different steps get ExchangeError.
     """
 
     average: bool = True

@@ -65,7 +65,7 @@ def signs(name: str) -> np.ndarray:
     If ranks are at one position, the absolute values of the sums over N ranks are N; else some are smaller.
 
     Args:
-        name: name of what is exchanged at this position.
+        name: name of the collective.
 
     Example:
         >>> step("step 1 of epoch 1", (0, 0))

@@ -185,23 +185,33 @@ def text(run: harness.Row) -> Training:
     texts = load_text()
     network = harness.transformer(run["rate"])
 
-    def windows(characters: np.ndarray, begins: np.ndarray) -> Batch:
-        codes = characters[begins[:, None] + np.arange(harness.CONTEXT + 1)].astype(np.int32)
-        return codes[:, :-1], codes[:, 1:]
-
     def batches(rank: int) -> Iterator[Batch]:
         random = np.random.default_rng([run["seed"], rank])
         while True:
-            yield windows(texts.train, random.integers(0, len(texts.train) - harness.CONTEXT - 1, (run["batch"],)))
+            yield random_windows(texts.train, random, run["batch"])
 
-    spread = np.linspace(0, len(texts.held_out) - harness.CONTEXT - 2, harness.WINDOWS)
-    held_out = windows(texts.held_out, spread.astype(np.int64))
+    held_out = held_out_windows(texts.held_out)
 
     def evaluate() -> float:
         return float(network.evaluate(*held_out, batch_size=64, verbose=0))
 
     epoch = len(texts.train) // (run["batch"] * run["workers"] * harness.CONTEXT)
     return network, [batches(r) for r in range(run["workers"])], epoch, evaluate
+
+
+def random_windows(characters: np.ndarray, random: np.random.Generator, count: int) -> Batch:
+    """Return windows of text that begin anywhere, and for each character the next one."""
+    return _windows(characters, random.integers(0, len(characters) - harness.CONTEXT - 1, count))
+
+
+def held_out_windows(characters: np.ndarray) -> Batch:
+    """Return `harness.WINDOWS` windows that are spread over a text, and for each character the next one."""
+    return _windows(characters, np.linspace(0, len(characters) - harness.CONTEXT - 2, harness.WINDOWS).astype(np.int64))
+
+
+def _windows(characters: np.ndarray, begins: np.ndarray) -> Batch:
+    codes = characters[begins[:, None] + np.arange(harness.CONTEXT + 1)].astype(np.int32)
+    return codes[:, :-1], codes[:, 1:]
 
 
 def gradients_of(network: "keras.Model") -> "Callable[[np.ndarray, np.ndarray], list[tf.Tensor]]":

@@ -10,14 +10,12 @@ same rate. A default is judged by its worst case, and then by its bytes. The wor
 accuracy.py. Runs that are in the JSON file are not repeated.
 """
 
-import json
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -111,8 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     strategies = _listed(options.strategies) or list(STRATEGIES)
     # Of each training, as there are several at once.
     os.environ |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    file = Path(options.json) if options.json else None
-    runs: list[harness.Row] = json.loads(file.read_text())["runs"] if file and file.exists() else []
+    runs = harness.finished(options.json)
     while not options.show:
         wanted = [run for name in names for run in _next(name, strategies, options.rates, options.steps, runs)]
         if not wanted:
@@ -129,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
                     f"{run['rate']:g}, {run['strategy']}: {run['loss']:.4f}, 1/{run['ratio']:.0f} of the bytes",
                     flush=True,
                 )
-                harness.write(options.json, {"runs": runs})
+                harness.write(options.json, {"rows": runs})
     for line in tables(names, strategies, options.rates, runs):
         print(line)
     return 0
@@ -345,38 +342,24 @@ def _text(network: "keras.Model") -> Problem:
     texts = load_text()
     network.compile(loss=_classes())
 
-    def windows(text: np.ndarray, begins: np.ndarray) -> accuracy.Batch:
-        codes = text[begins[:, None] + np.arange(harness.CONTEXT + 1)].astype(np.int32)
-        return codes[:, :-1], codes[:, 1:]
-
     def batch(random: np.random.Generator, count: int) -> accuracy.Batch:
-        return windows(texts.train, random.integers(0, len(texts.train) - harness.CONTEXT - 1, count))
+        return accuracy.random_windows(texts.train, random, count)
 
-    spread = np.linspace(0, len(texts.held_out) - harness.CONTEXT - 2, harness.WINDOWS)
-    held_out = windows(texts.held_out, spread.astype(np.int64))
+    held_out = accuracy.held_out_windows(texts.held_out)
     return network, batch, lambda: float(network.evaluate(*held_out, batch_size=64, verbose=0))
-
-
-def _transformer(blocks: int, width: int) -> Problem:
-    from hvdx.jobs.data import VOCABULARY
-    from hvdx.jobs.language_model import build
-
-    return _text(build(VOCABULARY, harness.CONTEXT, layers=blocks, width=width, heads=4, learning_rate=0.001))
 
 
 def transformer_s() -> Problem:
     """0.1 M parameters."""
-    return _transformer(2, 64)
+    return _text(harness.transformer(0.001))
 
 
 def transformer_m() -> Problem:
     """0.6 M parameters."""
-    return _transformer(3, 128)
+    from hvdx.jobs.data import VOCABULARY
+    from hvdx.jobs.language_model import build
 
-
-def transformer_l() -> Problem:
-    """2 M parameters."""
-    return _transformer(4, 208)
+    return _text(build(VOCABULARY, harness.CONTEXT, layers=3, width=128, heads=4, learning_rate=0.001))
 
 
 def lstm() -> Problem:
