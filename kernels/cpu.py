@@ -17,7 +17,18 @@ from hvdx.kernels.lengths import read_lengths
 from hvdx.kernels.pieces import SIZE, check_runs, frozen, locate, pieces
 from hvdx.kernels.table import ENTRIES, START, table
 from hvdx.kernels.threads import cut, default_threads, spread
-from hvdx.kernels.tiles import LAYOUT, SHARES, TILE_MAX, Encoded, Layout, Malformed, Runs, check_layout, factors, limit
+from hvdx.kernels.tiles import (
+    LAYOUT,
+    TILE_MAX,
+    Encoded,
+    Layout,
+    Malformed,
+    Runs,
+    check_layout,
+    factors,
+    limit,
+    sampled,
+)
 
 #: Least bytes of a thread's buffer for finished tiles, and elements of the update for each byte of these buffers. They
 #: hold the tiles of a message at a density of 1e-2.
@@ -57,7 +68,7 @@ def _call_all() -> None:
         tiles = encode([update], np.zeros_like(values), runs, threads=1).tiles
         decode([(tiles, runs)], 1.0, [np.zeros_like(values)], threads=1)
         encode([np.where(values, np.float32(np.nan), values)], np.zeros_like(values), runs, threads=1)
-        histogram([update])
+        sample([update], np.zeros_like(values), 1, 0)
 
 
 def check(update: Sequence[Float32Array], runs: Runs, threads: int | None = None) -> int:
@@ -173,31 +184,37 @@ def encode(
         )  # fmt: skip
         return Encoded.of_fault(_find_fault(n, where, runs, scale, threads), len(runs.taus))
     total = work.counted[0].copy() if len(work.counted) == 1 else np.add.reduce(work.counted)
-    return Encoded(tiles, total[:, 0], total[:, 1:], -1)
+    return Encoded(tiles, total, -1)
 
 
-def histogram(update: Sequence[Float32Array]) -> Int64Array:
-    """Count an update's elements by absolute value.
+def sample(update: Sequence[Float32Array], residual: Float32Array, every: int, at: int) -> Float32Array:
+    """Copy the elements of every `every`-th line of LINE neighbours, and those of the residual.
 
     Args:
-        update: contiguous float32 arrays.
+        update: contiguous float32 arrays, read as one vector of n elements.
+        residual: float32[n].
+        every, at: lines are numbered from 0; those with number % every == at are copied.
 
     Returns:
-        int64[2048]: number of elements by the float32 bits of their absolute value >> 20.
+        float32[2, elements]: elements of the update, and of the residual.
 
     Raises:
         TypeError: if an array is not float32.
-        ValueError: if an array is not contiguous.
+        ValueError: if an array is not contiguous or has another size.
 
     Example:
-        >>> np.flatnonzero(histogram([np.array([0, -1, 1], np.float32)]))
-        array([   0, 1016])
+        >>> sample([np.arange(50, dtype=np.float32)], np.zeros(50, np.float32), every=3, at=0)[0, 14:18]
+        array([14., 15., 48., 49.], dtype=float32)
     """
-    locate(update, "update")
-    bins = np.zeros(2048, np.int64)
-    for values in update:
-        cpu_scan.add_histogram(values.reshape(-1).view(np.uint32), bins)
-    return bins
+    arrays = locate(update, "update")
+    n = int(arrays[:, SIZE].sum())
+    if locate([residual], "residual")[0, SIZE] != n:
+        raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
+    out = np.empty((2, sampled(n, every, at)), np.float32)
+    if out.size:
+        whole = Runs(np.array([n]), np.ones(1, np.float32))
+        cpu_scan.sample(pieces(arrays, whole), residual.reshape(-1), every, at, out)
+    return out
 
 
 class Workspace:
@@ -221,7 +238,7 @@ class Workspace:
         self.joined = np.zeros(8, np.int64)
         self.scratch = [_scratch(layout) for _ in self.borders[1:]]
         self.places = [np.zeros(7, np.int64) for _ in self.scratch]
-        self.counted = [np.zeros((runs, 1 + len(SHARES)), np.int64) for _ in self.scratch]
+        self.counted = [np.zeros(runs, np.int64) for _ in self.scratch]
         room = max(_BUFFER, n // (_PER_BYTE * len(self.scratch)))
         self.buffers = [np.empty(room, np.uint8) for _ in self.scratch]
 

@@ -58,7 +58,7 @@ def encode_regions(
     limits,
     scale,
     back,
-    counted,
+    sent,
     scratch,
     place,
     records,
@@ -74,11 +74,10 @@ def encode_regions(
     mode = keep_denormals()
     region_size, tile_max, tile_min = layout[0], layout[1], layout[2]
     entries, times, marks, row, gaps, signs = scratch
-    sent, near = counted[:, 0], counted[:, 1:]
     if begin >= 0:
         place[:] = 0
         place[REGION] = begin
-        counted[:] = 0
+        sent[:] = 0
         records[begin:end] = 0
     place[USED] = 0
     blocks, keep = region_size // 64, tile_min - 1
@@ -116,14 +115,13 @@ def encode_regions(
         stop = min(place[AT] + CHUNK, last)
         block = region * blocks
         found, whole, fault = scan(
-            block + place[AT], block + stop, n, residual, pieces, taus, limits, scale, back, sent, near, marks, row
+            block + place[AT], block + stop, n, residual, pieces, taus, limits, scale, back, sent, marks, row
         )
         place[FAULT] |= fault
         if whole:
             waiting, multiples = list_multiples(
-                found, marks, origin, residual, pieces, taus, limits, scale, back, near, entries, waiting, times,
-                multiples,
-            )  # fmt: skip
+                found, marks, origin, residual, pieces, taus, limits, scale, back, entries, waiting, times, multiples
+            )
         else:
             element = 64 * (block + stop)
             p = piece_of(pieces, element)

@@ -14,7 +14,7 @@ from numba import njit
 from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.denormals import keep_denormals, restore_mode
-from hvdx.kernels.tiles import M_MAX, SHARES
+from hvdx.kernels.tiles import LINE, M_MAX
 
 #: Number of blocks of 64 elements that are scanned before their entries are listed. Records and entries stay in the
 #: caches.
@@ -61,7 +61,7 @@ def piece_of(pieces, element):
 
 
 @njit(nogil=True, error_model="numpy")
-def scan_mixed(block, n, residual, pieces, taus, limits, scale, back, marks, found, near):
+def scan_mixed(block, n, residual, pieces, taus, limits, scale, back, marks, found):
     """Do the work of `accumulate` for one block with elements of several runs, or with the end of the update."""
     hit, negative, whole, fault, first = _u64(0), _u64(0), _u64(0), 0, 64 * block
     p = piece_of(pieces, first)
@@ -87,8 +87,6 @@ def scan_mixed(block, n, residual, pieces, taus, limits, scale, back, marks, fou
         else:
             left = np.float32(np.copysign(rest, total))
             residual[element] = left - added * back if back else left
-        for j, share in enumerate(SHARES):
-            near[run, j] += rest >= np.float32(share) * tau
     marks[found, HITS], marks[found, NEGATIVE], marks[found, WHOLE], marks[found, BLOCK] = hit, negative, whole, block
     return found + (hit != 0), _i64(whole != 0), fault
 
@@ -109,7 +107,7 @@ def gather(row, pieces, p, first):
 
 
 @njit(nogil=True, error_model="numpy")
-def scan(begin, end, n, residual, pieces, taus, limits, scale, back, sent, near, marks, row):
+def scan(begin, end, n, residual, pieces, taus, limits, scale, back, sent, marks, row):
     """Accumulate the blocks from `begin` to `end`.
 
     Returns the number of records in `marks`, 1 if some sum is stored whole, and 1 if some element cannot be sent.
@@ -126,7 +124,7 @@ def scan(begin, end, n, residual, pieces, taus, limits, scale, back, sent, near,
             stop, source = block + 1, row.ctypes.data - 4 * first
         if stop <= block:
             stop = block + 1
-            found, more, bad = scan_mixed(block, n, residual, pieces, taus, limits, scale, back, marks, found, near)
+            found, more, bad = scan_mixed(block, n, residual, pieces, taus, limits, scale, back, marks, found)
             for i in range(entries, found):
                 hit = marks[i, HITS]
                 while hit:
@@ -136,14 +134,12 @@ def scan(begin, end, n, residual, pieces, taus, limits, scale, back, sent, near,
             tau, limit = taus[run], limits[run]
             if back:
                 found, more, bad = simd.accumulate_ahead(
-                    address, source, block, stop, found, tau, limit, scale, back, marks.ctypes.data,
-                    near[run].ctypes.data,
-                )  # fmt: skip
+                    address, source, block, stop, found, tau, limit, scale, back, marks.ctypes.data
+                )
             else:
                 found, more, bad = simd.accumulate(
-                    address, source, block, stop, found, tau, limit, scale, back, marks.ctypes.data,
-                    near[run].ctypes.data,
-                )  # fmt: skip
+                    address, source, block, stop, found, tau, limit, scale, back, marks.ctypes.data
+                )
             number = _i64(0)
             for i in range(entries, found):
                 number += simd.population(marks[i, HITS])
@@ -185,7 +181,7 @@ def list_entries(found, marks, origin, entries, waiting, blind, next_residual, n
 
 @njit(nogil=True, error_model="numpy")
 def list_multiples(
-    found, marks, origin, residual, pieces, taus, limits, scale, back, near, entries, waiting, times, multiples
+    found, marks, origin, residual, pieces, taus, limits, scale, back, entries, waiting, times, multiples
 ):
     """Do the work of `list_entries` for records with multiples, and subtract them from the sums that were stored whole.
 
@@ -205,8 +201,6 @@ def list_multiples(
                 tau = taus[run]
                 m = multiple_of(abs(total), tau)
                 left = abs(total) - amount(m, tau)
-                for j, share in enumerate(SHARES):
-                    near[run, j] -= left < np.float32(share) * tau
                 left = np.float32(np.copysign(left, total))
                 if back:
                     added = simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0])) * scale
@@ -258,7 +252,14 @@ def find_fault(begin, end, pieces, limits, scale):
 
 
 @entry
-def add_histogram(values, bins):
-    """Count the bits of float32, given as uint32: the exponent and three bits of the fraction select the bin."""
-    for i in range(values.size):
-        bins[(values[i] >> np.uint32(20)) & np.uint32(0x7FF)] += 1
+def sample(pieces, residual, every, at, out):
+    """Copy the elements of a sample, and those of the residual; see `cpu.sample`."""
+    n, taken = residual.size, _i64(0)
+    for line in range(at, -(-n // LINE), every):
+        p = piece_of(pieces, LINE * line)
+        for element in range(LINE * line, min(LINE * line + LINE, n)):
+            while element >= pieces[p, 1]:
+                p += 1
+            out[0, taken] = simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0]))
+            out[1, taken] = residual[element]
+            taken += 1

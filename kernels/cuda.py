@@ -37,13 +37,23 @@ from numba import boolean, cuda, float32, int64, types, uint8, uint32
 from numba.core.typing.templates import Signature
 
 from hvdx.kernels import cuda_decode, cuda_encode, cuda_tiles
-from hvdx.kernels.arrays import AnyArray, DeviceArray, Exportable, Int64Array, Kernel, Stream, StreamLike, UInt8Array
+from hvdx.kernels.arrays import (
+    AnyArray,
+    DeviceArray,
+    Exportable,
+    Float32Array,
+    Int64Array,
+    Kernel,
+    Stream,
+    StreamLike,
+    UInt8Array,
+)
 from hvdx.kernels.cuda_decode import ERRORS, MARKS, NO_ERROR, ROW
 from hvdx.kernels.cuda_device import SIMULATED
-from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, PER_RUN, TALLIES, TILES
+from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, TALLIES, TILES
 from hvdx.kernels.pieces import check_runs, pieces
 from hvdx.kernels.table import ENTRIES, LENGTH, START, table
-from hvdx.kernels.tiles import BLOCK, LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, factors, limit
+from hvdx.kernels.tiles import BLOCK, LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, factors, limit, sampled
 
 #: Largest number of blocks of a launch for each multiprocessor. Over elements: several times the blocks that run at
 #: once, so that little is idle at the end. Over tiles: the blocks that run at once, given their shared memory.
@@ -66,7 +76,7 @@ KERNELS = {
         cuda_encode.accumulate,
         (_TABLE, int64[::1], *[float32[::1]] * 2, uint32[::1], int64[::1], float32, float32),
     ),
-    "histogram": (cuda_encode.histogram, (_TABLE, int64[::1], float32)),
+    "sample": (cuda_encode.sample, (_TABLE, float32[::1], int64, int64, float32[:, ::1])),
     "subtract": (cuda_encode.subtract, (float32[::1], float32[::1])),
     "count": (cuda_encode.count, (uint32[::1], int64[::1], int64[::1], int64, int64)),
     "plan_tiles": (cuda_encode.plan_tiles, (*[int64[::1]] * 7, _TABLE, int64[::1], *[int64] * 5)),
@@ -248,7 +258,7 @@ class _Arrays(NamedTuple):
 
     Attributes:
         numbers: int64[...], `summary`, `ends` and `pieces`, which are parts of it, copied to the GPU at once.
-        summary: int64[TALLIES + PER_RUN * R], results for the host.
+        summary: int64[TALLIES + R], results for the host.
         ends: int64[R], ends of the runs.
         pieces: int64[P, 4], table of pieces.
         floats: float32[2 * R], `taus` and `limits`, which are parts of it.
@@ -322,7 +332,7 @@ class Scratch:
             def array(shape: int | tuple[int, int], dtype: npt.DTypeLike) -> DeviceArray:
                 return _device_array(shape, dtype, stream)
 
-            tallies = TALLIES + PER_RUN * runs
+            tallies = TALLIES + runs
             numbers, floats = array(tallies + runs + 4 * pieces, np.int64), array(2 * runs, np.float32)
             self._arrays = _Arrays(
                 numbers=numbers,
@@ -367,33 +377,36 @@ def check(update: Sequence[object], runs: Runs, stream: StreamLike = None) -> in
     return -1 if fault == NO_FAULT else fault
 
 
-def histogram(update: Sequence[object], lookahead: float = 0.0, stream: StreamLike = None) -> Int64Array:
-    """Count the elements of (1 + lookahead) * update by absolute value.
+def sample(update: Sequence[object], residual: object, every: int, at: int, stream: StreamLike = None) -> Float32Array:
+    """Copy the elements of every `every`-th line of LINE neighbours, and those of the residual.
 
     Args:
         update: C-contiguous float32 arrays on the GPU, read as one vector of n elements.
-        lookahead: see `encode`.
+        residual: float32[n] on the GPU.
+        every, at: see `cpu.sample`.
         stream: see the module.
 
     Returns:
-        The result of `cpu.histogram`, int64[2048], in host memory.
+        The result of `cpu.sample`, float32[2, elements], in host memory.
 
     Raises:
         TypeError: if an array is not on a GPU or not float32.
-        ValueError: if an array is not contiguous.
+        ValueError: if an array is not contiguous or has another size.
     """
     stream = as_stream(stream)
     where, n = _locate(update, "update", stream)
-    bins = np.zeros(cuda_encode.BINS, np.int64)
-    if n == 0:
-        return bins
-    on_device = cuda.to_device(bins, stream)
-    cuda_encode.histogram[_grid(n, cuda_encode.SPAN), cuda_encode.THREADS, stream](
-        cuda.to_device(pieces(where, Runs(np.array([n]), np.ones(1, np.float32))), stream),
-        on_device,
-        factors(lookahead)[0],
+    residual = _check_array(residual, "residual", stream)
+    if residual.size != n:
+        raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
+    count = sampled(n, every, at)
+    if not count:
+        return np.zeros((2, 0), np.float32)
+    out = _device_array((2, count), np.float32, stream)
+    whole = Runs(np.array([n]), np.ones(1, np.float32))
+    cuda_encode.sample[_grid(count), cuda_encode.THREADS, stream](
+        cuda.to_device(pieces(where, whole), stream), residual, every, at, out
     )
-    return to_host(on_device, stream)
+    return to_host(out, stream)
 
 
 def clear(array: DeviceArray) -> DeviceArray:
@@ -514,8 +527,7 @@ def _encode(
         cuda_encode.clear[_grid(words.size), threads, stream](words)
         grid = _blocks(int(host[TILES]), _BLOCKS_OF_TILES)
         cuda_tiles.write_tiles[grid, tile_threads, stream](*shared, words, work.pieces, factor, back)
-    tallies = host[TALLIES:].reshape(number, PER_RUN)
-    return Encoded(_as_tiles(found), tallies[:, 0].copy(), tallies[:, 1:].copy(), -1)
+    return Encoded(_as_tiles(found), host[TALLIES:].copy(), -1)
 
 
 def _as_tiles(tiles: DeviceArray) -> UInt8Array:
@@ -525,7 +537,7 @@ def _as_tiles(tiles: DeviceArray) -> UInt8Array:
 
 def _blank_summary(runs: int) -> Int64Array:
     """Return an empty summary."""
-    summary = np.zeros(TALLIES + PER_RUN * runs, np.int64)
+    summary = np.zeros(TALLIES + runs, np.int64)
     summary[FAULT] = NO_FAULT
     return summary
 

@@ -13,7 +13,7 @@ from numba import cuda
 
 from hvdx.kernels.cuda_device import SIMULATED, address_in, address_of, float_bits, load, piece_of, product
 from hvdx.kernels.pieces import END, RUN
-from hvdx.kernels.tiles import M_MAX, SHARES
+from hvdx.kernels.tiles import LINE, M_MAX
 
 #: Threads in a block, and elements that a thread has in flight, which hides the latency of loads. A thread of the
 #: simulator is one of Python, so there are few; tests then reach borders between blocks with few elements.
@@ -33,19 +33,12 @@ CHUNK = 2048
 RANK, ENTRIES, FROM, TO, FIRST, LAST, START, PAYLOAD, LARGER = range(9)
 COLUMNS = 9
 
-#: Positions in the summary that the host reads. From TALLIES on it has, for each run, the number of entries and the
-#: numbers of residuals that reach each of SHARES.
+#: Positions in the summary that the host reads. From TALLIES on it has the number of entries of each run.
 BYTES, TILES, FAULT = range(3)
 TALLIES = 4
-PER_RUN = 1 + len(SHARES)
 
 #: Value of the summary's FAULT if there is no fault. It is above every index.
 NO_FAULT = 2**62
-
-#: Bins of a histogram, and the shift from the bits of a float32 to its bin, as in `cpu.histogram`.
-BINS, BIN_SHIFT = 2048, 20
-
-_SHARE_0, _SHARE_1, _SHARE_2, _SHARE_3 = (np.float32(share) for share in SHARES)
 
 
 @cuda.jit(device=True)
@@ -154,26 +147,24 @@ def find_fault(pieces, limits, summary, factor):
 def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
     """Add `factor` times an update to the residual, set the mask bits of entries, and count from summary[TALLIES] on.
 
-    An element that reaches tau keeps its whole sum until its tile is written, but the counts are those of the residual
-    after that. From the others, `back` times what was added is subtracted again after the counts.
-    If there is a fault, nothing is changed.
+    An element that reaches tau keeps its whole sum until its tile is written. From the others, `back` times what was
+    added is subtracted again. If there is a fault, nothing is changed.
     """
     if summary[FAULT] != NO_FAULT:
         return
     bank = cuda.shared.array(BANK, np.uint32)
-    sums = cuda.shared.array(PER_RUN, np.int64)
+    sums = cuda.shared.array(1, np.int64)
     added = cuda.local.array(UNROLL, np.float32)
     total = cuda.local.array(UNROLL, np.float32)
     tid = cuda.threadIdx.x
     for w in range(tid, BANK, THREADS):
         bank[w] = np.uint32(0)
     if tid == 0:
-        for j in range(PER_RUN):
-            sums[j] = 0
+        sums[0] = 0
     cuda.syncthreads()
     n = residual.size
     turns = (n + SPAN - 1) // SPAN
-    sent = near_0 = near_1 = near_2 = near_3 = np.uint32(0)
+    sent = np.uint32(0)
     side = 0
     for turn in range(cuda.blockIdx.x, turns, cuda.gridDim.x):
         begin = np.int64(turn) * SPAN
@@ -184,7 +175,6 @@ def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
         whole = begin + SPAN <= pieces[row, END]
         for run in range(first, last + 1):
             tau = taus[run]
-            level_0, level_1, level_2, level_3 = _SHARE_0 * tau, _SHARE_1 * tau, _SHARE_2 * tau, _SHARE_3 * tau
             low = ends[run - 1] if run > first else begin
             high = min(ends[run], end)
             # Elements of this thread that it still has to read: bits for `whole`, else indices from `low` on.
@@ -201,13 +191,8 @@ def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
                     size = abs(total[j])
                     if size >= tau:
                         reach = np.uint32(reach | np.uint32(1 << j))
-                    else:
-                        near_0 = np.uint32(near_0 + np.uint32(size >= level_0))
-                        near_1 = np.uint32(near_1 + np.uint32(size >= level_1))
-                        near_2 = np.uint32(near_2 + np.uint32(size >= level_2))
-                        near_3 = np.uint32(near_3 + np.uint32(size >= level_3))
-                        if back != 0:
-                            total[j] -= product(added[j], back)
+                    elif back != 0:
+                        total[j] -= product(added[j], back)
                     residual[here + np.uint64(j * THREADS)] = total[j]
             # Elements that reach tau are few, so they are read again, in a loop that keeps nothing in registers.
             i = low + tid
@@ -224,31 +209,20 @@ def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
                     if back != 0 and not abs(value) >= tau:
                         left -= product(more, back)
                     residual[i] = left
-                size = abs(value)
-                if size >= tau:
+                if abs(value) >= tau:
                     sent = np.uint32(sent + np.uint32(1))
                     k = i - begin
                     cuda.atomic.or_(bank, side * WORDS + (k >> 5), np.uint32(1 << (k & 31)))
-                    size = abs(size - amount(multiples(size, tau), tau))
-                near_0 = np.uint32(near_0 + np.uint32(size >= level_0))
-                near_1 = np.uint32(near_1 + np.uint32(size >= level_1))
-                near_2 = np.uint32(near_2 + np.uint32(size >= level_2))
-                near_3 = np.uint32(near_3 + np.uint32(size >= level_3))
                 i += THREADS
-            # The counts go to the summary where the block leaves the run.
+            # The count goes to the summary where the block leaves the run.
             ahead = np.int64(turn) + cuda.gridDim.x
             if run < last or ahead >= turns or ahead * SPAN >= ends[run]:
                 cuda.atomic.add(sums, 0, np.int64(sent))
-                cuda.atomic.add(sums, 1, np.int64(near_0))
-                cuda.atomic.add(sums, 2, np.int64(near_1))
-                cuda.atomic.add(sums, 3, np.int64(near_2))
-                cuda.atomic.add(sums, 4, np.int64(near_3))
-                sent = near_0 = near_1 = near_2 = near_3 = np.uint32(0)
+                sent = np.uint32(0)
                 cuda.syncthreads()
                 if tid == 0:
-                    for j in range(PER_RUN):
-                        cuda.atomic.add(summary, TALLIES + PER_RUN * run + j, sums[j])
-                        sums[j] = 0
+                    cuda.atomic.add(summary, TALLIES + run, sums[0])
+                    sums[0] = 0
                 cuda.syncthreads()
         cuda.syncthreads()
         if tid < WORDS and begin + 32 * tid < n:
@@ -259,23 +233,12 @@ def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
 
 
 @cuda.jit
-def histogram(pieces, bins, factor):
-    """Count the elements times `factor` by the float32 bits of their absolute value >> BIN_SHIFT."""
-    counts = cuda.shared.array(BINS, np.int32)
-    tid = cuda.threadIdx.x
-    n = pieces[pieces.shape[0] - 1, END]
-    for i in range(tid, BINS, THREADS):
-        counts[i] = 0
-    cuda.syncthreads()
-    for turn in range(cuda.blockIdx.x, (n + SPAN - 1) // SPAN, cuda.gridDim.x):
-        begin = np.int64(turn) * SPAN
-        for i in range(begin + tid, min(begin + SPAN, n), THREADS):
-            value = product(load(address_of(pieces, i)), factor)
-            cuda.atomic.add(counts, (float_bits(value) & 0x7FFFFFFF) >> BIN_SHIFT, np.int32(1))
-    cuda.syncthreads()
-    for i in range(tid, BINS, THREADS):
-        if counts[i] != 0:
-            cuda.atomic.add(bins, i, np.int64(counts[i]))
+def sample(pieces, residual, every, at, out):
+    """Copy the elements of a sample, and those of the residual; see `cpu.sample`."""
+    for i in range(cuda.grid(1), out.shape[1], cuda.gridsize(1)):
+        element = (at + np.int64(i) // LINE * every) * LINE + i % LINE
+        out[0, i] = load(address_of(pieces, element))
+        out[1, i] = residual[element]
 
 
 @cuda.jit

@@ -13,9 +13,9 @@ from hvdx.kernels.tiles import (
     ESCAPE,
     K_MAX,
     LAYOUT,
+    LINE,
     M_MAX,
     N_MAX,
-    SHARES,
     SWITCH,
     TILE_MAX,
     Encoded,
@@ -63,7 +63,7 @@ def encode(
         lookahead: add (1 + lookahead) * update, and when the entries are found, subtract lookahead * update again.
 
     Returns:
-        The tiles and the counts. `near` counts the residuals before the last subtraction.
+        The tiles and the counts.
     """
     scale, back = factors(lookahead)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -84,26 +84,21 @@ def encode(
     residual[:] = total
     residual[index] = np.where(negative, -left, left)
     tiles = write(index, negative, m, len(tau), rice, layout)
-    counts = count(index, residual, runs)
+    sent = np.diff(np.searchsorted(index, np.cumsum(runs.lengths)), prepend=0)
     if back:
         residual -= added * back
-    return Encoded(tiles, *counts, -1)
+    return Encoded(tiles, sent, -1)
+
+
+def sample(update: Sequence[Float32Array], residual: Float32Array, every: int, at: int) -> Float32Array:
+    """Copy a sample of an update and of a residual, float32[2, elements]; see `cpu.sample`."""
+    both = np.stack([vector(update), residual])
+    return both[:, np.arange(both.shape[1]) // LINE % every == at]
 
 
 def vector(arrays: Sequence[Float32Array]) -> Float32Array:
     """Return the elements of float32 arrays as one vector."""
     return np.concatenate([a.reshape(-1) for a in arrays]) if arrays else np.zeros(0, np.float32)
-
-
-def count(index: Int64Array, residual: Float32Array, runs: Runs) -> tuple[Int64Array, Int64Array]:
-    """Count the entries of each run, int64[R], and the residuals that reach each of SHARES of tau, int64[R, 4]."""
-    ends = np.cumsum(runs.lengths)
-    sent = np.diff(np.searchsorted(index, ends), prepend=0)
-    near = np.zeros((len(ends), len(SHARES)), np.int64)
-    for i, (end, length, tau) in enumerate(zip(ends, runs.lengths, runs.taus, strict=True)):
-        for j, share in enumerate(SHARES):
-            near[i, j] = np.count_nonzero(np.abs(residual[end - length : end]) >= np.float32(share) * tau)
-    return sent, near
 
 
 def write(

@@ -14,7 +14,7 @@ from numba.core.base import BaseContext
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
-from hvdx.kernels.tiles import ESCAPE, N_MAX, SHARES
+from hvdx.kernels.tiles import ESCAPE, N_MAX
 
 #: Bits of a packed entry that hold its position (see `cpu_scan`).
 POSITION = (1 << 30) - 1
@@ -89,22 +89,21 @@ def make_intrinsic(signature: Signature) -> Callable[[Generator], Intrinsic]:
     return wrap
 
 
-_BLOCKS = types.UniTuple(types.int64, 3)(*[types.int64] * 5, *[types.float32] * 4, *[types.int64] * 2)
+_BLOCKS = types.UniTuple(types.int64, 3)(*[types.int64] * 5, *[types.float32] * 4, types.int64)
 
 
 @make_intrinsic(_BLOCKS)
 def accumulate(builder: IRBuilder, *arguments: Value) -> tuple[Value, ...]:
     """Add blocks of 64 float32 at `update` to those at `residual`, and subtract +-tau from each sum that reaches tau.
 
-    The arguments are residual, update, block, end, found, tau, limit, scale, back, marks, near. `scale` must be 1 and
-    `back` 0; see `accumulate_ahead`.
+    The arguments are residual, update, block, end, found, tau, limit, scale, back, marks. `scale` must be 1 and `back`
+    0; see `accumulate_ahead`.
 
     The new residual has the sign of the sum, also if it is zero. A sum that would still reach tau after the subtraction
     is stored whole, without the subtraction. An element of the update with an absolute value above `limit`, or NaN,
     counts as zero. For each block from `block` to `end` with a sum that reaches tau, four words are appended to the
     `found` records at `marks`: masks with one bit per element of the sums that reach tau, of the negative sums and of
-    the whole sums, and the block's number. The int64 at `near` increase by the number of new residuals that reach each
-    of SHARES of tau; a sum that is stored whole counts for each share.
+    the whole sums, and the block's number.
 
     Returns three int64: the new number of records, 1 if some sum was stored whole, and 1 if some element counted as
     zero.
@@ -134,18 +133,12 @@ def _accumulate(
     scale: Value,
     back: Value,
     marks: Value,
-    near: Value,
 ) -> tuple[Value, ...]:
     taus, limits, scales, backs = (_splat(builder, x, _FLOATS) for x in (tau, limit, scale, back))
-    shares = [
-        builder.bitcast(_splat(builder, builder.fmul(tau, ir.Constant(_F32, share)), _FLOATS), _INTS)
-        for share in SHARES
-    ]
     sign_bit, zero = ir.Constant(_INTS, [1 << 31] * _LANES), ir.Constant(_I64, 0)
     none, flags = ir.Constant(_INTS, [0] * _LANES), ir.VectorType(ir.IntType(1), _LANES)
     # Adding -0.0 changes no number, not even the sign of a zero.
     nothing = ir.Constant(_FLOATS, [-0.0] * _LANES)
-    below = [cgutils.alloca_once_value(builder, none) for _ in SHARES]
     number = cgutils.alloca_once_value(builder, found)
     faults = cgutils.alloca_once_value(builder, ir.Constant(flags, [0] * _LANES))
     wholes, hit, negative, whole = (cgutils.alloca_once_value(builder, zero) for _ in range(4))
@@ -168,13 +161,6 @@ def _accumulate(
         left = builder.bitcast(builder.or_(bits(rest), builder.and_(bits(total), sign_bit)), _FLOATS)
         return over, rest, builder.fsub(left, builder.fmul(added, backs)) if ahead else left
 
-    def count_near(rest: Value) -> None:
-        # Numbers that are not negative are in the order of their bits, and a difference of bits takes less time than a
-        # comparison of floats.
-        for count, share in zip(below, shares, strict=True):
-            minus_one = builder.ashr(builder.sub(bits(rest), share), ir.Constant(_INTS, [31] * _LANES))
-            builder.store(builder.sub(builder.load(count), minus_one), count)
-
     def masks(overs: list[Value], totals: list[Value]) -> None:
         minus = [builder.icmp_signed("<", bits(total), none) for total in totals]
         for target, lanes in ((hit, overs), (negative, minus)):
@@ -196,7 +182,6 @@ def _accumulate(
             more = builder.fcmp_ordered(">=", rest, taus)
             _store(builder, builder.select(more, total, left), r, offset)
             kept = builder.or_(kept, builder.shl(_bits(builder, more), ir.Constant(_I64, offset // 4)))
-            count_near(rest)
             block_overs.append(over)
             block_totals.append(total)
         masks(block_overs, block_totals)
@@ -213,15 +198,14 @@ def _accumulate(
         # First as if the block had no fault and no whole sum, which is then checked for all elements at once.
         overs: list[Value] = []
         totals: list[Value] = []
-        rests: list[Value] = []
         lefts: list[Value] = []
         most_added, most_rest = none, none
         for offset in offsets:
             added = load_update(u, offset)
             totals.append(builder.fadd(_load(builder, r, offset, _FLOATS), added))
             over, rest, left = subtract(totals[-1], added)
-            for each, collected in ((over, overs), (rest, rests), (left, lefts)):
-                collected.append(each)
+            overs.append(over)
+            lefts.append(left)
             most_added = call(builder, f"llvm.umax.v{_LANES}i32", _INTS, most_added, bits(absolute(added)))
             most_rest = call(builder, f"llvm.umax.v{_LANES}i32", _INTS, most_rest, bits(rest))
         unusual = builder.or_(
@@ -232,9 +216,8 @@ def _accumulate(
             with slowly:
                 accumulate_block(r, u)
             with quickly:
-                for offset, rest, left in zip(offsets, rests, lefts, strict=True):
+                for offset, left in zip(offsets, lefts, strict=True):
                     _store(builder, left, r, offset)
-                    count_near(rest)
                 masks(overs, totals)
                 builder.store(zero, whole)
         record = builder.add(marks, builder.mul(builder.load(number), ir.Constant(_I64, 32)))
@@ -243,12 +226,6 @@ def _accumulate(
             builder.store(word, _pointer(builder, record, 8 * i, _I64))
         some = builder.zext(builder.icmp_unsigned("!=", words[0], zero), _I64)
         builder.store(builder.add(builder.load(number), some), number)
-    elements = builder.mul(builder.sub(end, block), ir.Constant(_I64, 64))
-    for i, count in enumerate(below):
-        total = call(builder, f"llvm.vector.reduce.add.v{_LANES}i32", _I32, builder.load(count))
-        pointer = _pointer(builder, near, 8 * i, _I64)
-        more = builder.sub(elements, builder.zext(total, _I64))
-        builder.store(builder.add(builder.load(pointer), more), pointer)
     some_whole = builder.zext(builder.icmp_unsigned("!=", builder.load(wholes), zero), _I64)
     some_fault = builder.zext(builder.icmp_unsigned("!=", _bits(builder, builder.load(faults)), zero), _I64)
     return builder.load(number), some_whole, some_fault

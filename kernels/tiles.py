@@ -25,8 +25,8 @@ M_MAX = 2**31 - 1
 #: Largest number of elements of an update; with it every index and every sum of gaps fits 63 bits.
 N_MAX = 2**48
 
-#: Shares of tau. The encoder counts the residuals that reach each of them, for the search for the next tau.
-SHARES = (0.875, 0.75, 0.5, 0.25)
+#: Number of neighbours of which a sample has all or none: a cache line of float32.
+LINE = 16
 
 
 class Malformed(ValueError):  # noqa: N818
@@ -90,20 +90,18 @@ class Encoded(NamedTuple):
     Attributes:
         tiles: uint8[bytes], the tiles one after another.
         sent: int64[R], number of entries in each run.
-        near: int64[R, len(SHARES)], number of new residuals of each run that reach each of SHARES of its tau.
         fault: index of the first element of the update that cannot be sent (NaN, infinity, above `limit`), or -1. If it
             is not -1, the residual is unchanged and there are no tiles.
     """
 
     tiles: UInt8Array
     sent: Int64Array
-    near: Int64Array
     fault: int
 
     @classmethod
     def of_fault(cls, fault: int, runs: int) -> "Encoded":
         """Return the result of an encoder that found a fault."""
-        return cls(np.zeros(0, np.uint8), np.zeros(runs, np.int64), np.zeros((runs, len(SHARES)), np.int64), fault)
+        return cls(np.zeros(0, np.uint8), np.zeros(runs, np.int64), fault)
 
 
 def check_layout(layout: Layout) -> None:
@@ -150,6 +148,18 @@ def plan(counts: Int64Array, layout: Layout = LAYOUT) -> Int64Array:
     if waiting:
         tiles.append(waiting)
     return np.array(tiles, np.int64)
+
+
+def sampled(n: int, every: int, at: int) -> int:
+    """Return the number of elements of a sample: of every `every`-th line of n elements, from line `at` on.
+
+    Example:
+        >>> sampled(40, 2, 0), sampled(40, 2, 1)
+        (24, 16)
+    """
+    lines = len(range(at, -(-n // LINE), every))
+    last = at + (lines - 1) * every
+    return LINE * lines - max(LINE * (last + 1) - n, 0) if lines else 0
 
 
 def factors(lookahead: float) -> tuple[np.float32, np.float32]:

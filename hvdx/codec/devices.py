@@ -15,7 +15,7 @@ from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
 from hvdx.kernels.arrays import Float32Array
 from hvdx.kernels.pieces import SIZE, aligned, locate
-from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Runs, factors
+from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Runs
 
 if TYPE_CHECKING:
     from hvdx.kernels import cuda  # imports numba-cuda, which may be missing
@@ -55,15 +55,9 @@ class Host:
         """Return one element of an array, read as a vector."""
         return np.float32(np.asarray(array).reshape(-1)[element])
 
-    def histogram(self, update: Sequence[Array], lookahead: float, stream: object) -> np.ndarray:
-        """Return the histogram of (1 + lookahead) * update, int64[2048]; see `cpu.histogram`."""
-        if not lookahead:
-            return cpu.histogram(cast(HostArrays, update))
-        scale, _ = factors(lookahead)
-        # `encode` refuses what overflows.
-        with np.errstate(all="ignore"):
-            scaled = [np.multiply(u, scale, out=np.empty_like(u)) for u in update]
-        return cpu.histogram(scaled)
+    def sample(self, update: Sequence[Array], residual: Array, every: int, at: int, stream: object) -> np.ndarray:
+        """Return a sample of an update and of the residual, float32[2, elements]; see `cpu.sample`."""
+        return cpu.sample(cast(HostArrays, update), cast(Float32Array, residual), every, at)
 
     def workspace(self, n: int, part: int = 0) -> cpu.Workspace:
         """Return scratch memory for `encode`, whose tiles then have entries of one part of `part` elements each."""
@@ -180,9 +174,9 @@ class Gpu:
         self._cuda.subtract(values, out)
 
     @_there
-    def histogram(self, update: Sequence[Array], lookahead: float, stream: object) -> np.ndarray:
-        """Return the histogram of (1 + lookahead) * update, int64[2048]; see `cpu.histogram`."""
-        return self._cuda.histogram(update, lookahead, stream)
+    def sample(self, update: Sequence[Array], residual: Array, every: int, at: int, stream: object) -> np.ndarray:
+        """Return a sample of an update and of the residual, float32[2, elements]; see `cpu.sample`."""
+        return self._cuda.sample(update, residual, every, at, stream)
 
     def workspace(self, n: int, part: int = 0) -> "cuda.Scratch":
         """Return scratch memory for `encode`, which writes tiles without regard to parts."""

@@ -23,13 +23,10 @@ from hvdx.codec.parts import cut_tiles, join_tiles
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import compiled, cpu
 from hvdx.kernels.lengths import read_lengths
-from hvdx.kernels.tiles import Encoded, Malformed, Runs, limit
+from hvdx.kernels.tiles import Malformed, Runs, factors, limit
 
 #: tau if neither tau nor a density is given: that of Strom and Deeplearning4j, as a power of two.
 DEFAULT_TAU = 2.0**-10
-#: Interval in updates: between two searches for a smaller tau while a run sends no entries, and between two updates at
-#: which tau may fall below its floor, which leads to a search.
-_QUIET = 8
 _DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
 _USED_UP = (
     "state: encode has used it up. Use the state that encode returned; if encode was interrupted, restore a checkpoint."
@@ -45,9 +42,8 @@ class ThresholdState(State):
         residual: float32[n] on the codec's device, the part of past updates that has not been sent.
         tau: threshold for the next update.
         found: False while a codec with a target density has no tau yet.
-        floor: lower bound of tau until the next histogram of an update.
-        quiet: number of updates in a row without entries.
-        mean: running mean of the number of entries of an update; -1 before the first update.
+        lag: by how many updates like the last what was sent before it is behind: <residual, update> / <update, update>
+            in a sample. NaN if the sample does not move.
         step: number of updates encoded.
         sent: number of entries in the last message.
         device: device of the arrays, with its kernels.
@@ -57,9 +53,7 @@ class ThresholdState(State):
     residual: Array
     tau: np.float32
     found: bool
-    floor: np.float32
-    quiet: int
-    mean: float
+    lag: float
     step: int
     sent: int
     device: Host | Gpu
@@ -80,7 +74,6 @@ class ThresholdState(State):
             raise ValueError(_USED_UP)
         saved = {
             "lengths": np.int64(self.residual.size), "taus": self.tau, "found": np.bool_(self.found),
-            "floors": self.floor, "quiet": np.int64(self.quiet), "means": np.float64(self.mean),
             "sent": np.int64(self.sent),
         }  # fmt: skip
         # One value for each run of a message, which has none if there are no elements.
@@ -105,7 +98,7 @@ class Threshold(Codec[ThresholdState]):
     Args:
         tau: threshold, from 2**-126 to 2**126; 2**-10 if neither `tau` nor `target_density` is given. m * tau is exact
             if tau is a power of two, and may be rounded otherwise.
-        target_density: share of the elements to send, in (0, 1). The first update gives tau, and later ones adapt it.
+        target_density: share of the elements to send, in (0, 1). A sample of each update gives its tau.
         index_coding: "rice" for entropy-coded indices, "none" for 32 bits each; 64 bits for each entry of a tile in
             which some entry carries more than one tau.
         threads: number of threads of the kernels; None for OMP_NUM_THREADS if it is set, else the process's cores.
@@ -180,9 +173,7 @@ class Threshold(Codec[ThresholdState]):
             residual=self._device.place(np.zeros(sum(sizes), np.float32)),
             tau=np.float32(self.tau or DEFAULT_TAU),
             found=self.target_density is None,
-            floor=np.float32(0),
-            quiet=0,
-            mean=-1.0,
+            lag=np.nan,
             step=0,
             sent=0,
             device=self._device,
@@ -206,7 +197,12 @@ class Threshold(Codec[ThresholdState]):
         return self._device
 
     def encode(
-        self, update: Sequence[Array], state: ThresholdState, lookahead: float = 0.0, stream: object = None
+        self,
+        update: Sequence[Array],
+        state: ThresholdState,
+        lookahead: float = 0.0,
+        stream: object = None,
+        least: float = 0.0,
     ) -> tuple[np.ndarray, ThresholdState]:
         """Encode an update as a message, as `Codec.encode` does.
 
@@ -218,6 +214,7 @@ class Threshold(Codec[ThresholdState]):
             stream: for device="cuda", stream on which the update is filled: a stream of numba.cuda, or the address of a
                 stream, such as `torch.cuda.current_stream().cuda_stream`. None for CUDA's default stream, which does
                 not wait for non-blocking streams.
+            least: lower bound of tau, if a density determines it.
 
         Raises:
             UpdateError: if an element cannot be sent. The update is read only once, so on a CPU the fault may be found
@@ -234,11 +231,11 @@ class Threshold(Codec[ThresholdState]):
         # An interruption from here on leaves a residual that is partly updated. Only a refusal takes the whole update
         # back, so only a refusal releases the state.
         try:
-            message, coded, after = self._encode(update, state, lookahead, stream)
+            message, after = self._encode(update, state, lookahead, stream, least)
         except _Refused as refused:
             state.claim.release()
             raise self._cannot_send(update, state, refused.fault, refused.tau, lookahead) from None
-        return frame.seal(message, self._wire_number), self._adapted(after, coded, update, stream)
+        return frame.seal(message, self._wire_number), after
 
     def decode(
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
@@ -338,8 +335,8 @@ class Threshold(Codec[ThresholdState]):
                 f"threshold: the saved state was made with tau={new['taus'][0]}, this codec has tau={self.tau}. "
                 "Make the codec with the tau of the saved state."
             )
-        for name, least in {"taus": 2.0**-126, "floors": 0, "means": -1, "quiet": 0, "sent": 0, "step": 0}.items():
-            most = 2.0**126 if name in ("taus", "floors") else np.inf
+        for name, least in {"taus": 2.0**-126, "sent": 0, "step": 0}.items():
+            most = 2.0**126 if name == "taus" else np.inf
             if not ((new[name] >= least) & (new[name] <= most) & np.isfinite(new[name])).all():
                 raise ConfigError(
                     f"threshold: saved {name}: expected numbers from {least:.6g} to {most:.6g}, got {new[name]}; the "
@@ -355,70 +352,65 @@ class Threshold(Codec[ThresholdState]):
         fresh = replace(fresh, residual=self._device.place(new["residual"]), step=int(new["step"]))
         if n == 0:
             return fresh
-        return replace(
-            fresh, tau=new["taus"][0], found=bool(new["found"][0]), floor=new["floors"][0],
-            quiet=int(new["quiet"][0]), mean=float(new["means"][0]), sent=int(new["sent"][0]),
-        )  # fmt: skip
+        return replace(fresh, tau=new["taus"][0], found=bool(new["found"][0]), sent=int(new["sent"][0]))
 
     def _encode(
-        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object
-    ) -> tuple[np.ndarray, Encoded, ThresholdState]:
-        """Return the message, the counts, and the state with the message's tau. Raise _Refused if there is a fault."""
+        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object, least: float
+    ) -> tuple[np.ndarray, ThresholdState]:
+        """Return the message and the state for the next update. Raise _Refused if there is a fault."""
         n = state.residual.size
         if "workspace" not in state.scratch:
             state.scratch["workspace"] = self._device.workspace(n, self.part or 0)
         work, rice = state.scratch["workspace"], self.index_coding == "rice"
-        due = not state.found
-        if self.target_density is not None:
-            due |= bool(state.tau < state.floor) or (state.quiet > 0 and state.quiet % _QUIET == 0)
+        state = self._measured(update, state, lookahead, stream, least)
         tried = False
         while True:
-            if due:
-                state = self._with_tau(state, self._device.histogram(update, lookahead, stream))
             runs = Runs(np.full(int(n > 0), n), np.full(int(n > 0), state.tau))
             message, coded = self._device.encode(
                 update, state.residual, runs, rice, _header(runs), work, lookahead, stream
             )
             if coded.fault < 0:
-                return message, coded, state
-            # The element is NaN, infinite or too large for tau. Find another tau once, unless tau is fixed.
+                sent = int(coded.sent.sum())
+                return message, replace(state, step=state.step + 1, sent=sent, claim=Lock())
+            # The element is NaN, infinite or too large for tau. A larger tau is tried once, unless tau is fixed.
             if self.target_density is None or tried:
                 raise _Refused(coded.fault, state.tau)
-            tried = due = True
+            tried, state = True, replace(state, tau=self._tau_of_largest(update, state, lookahead, stream))
 
-    def _with_tau(self, state: ThresholdState, histogram: np.ndarray) -> ThresholdState:
-        """Return the state with the tau that the histogram of (1 + lookahead) * update gives."""
-        first = tau.first_tau(histogram, self.target_density or 0.0)
-        if first is None:
-            return replace(state, tau=max(state.tau, state.floor))
-        new, floor = state.tau, tau.on_grid(float(tau.largest(histogram)) * tau.SPAN, up=True)
-        if not state.found:
-            new = first
-        elif state.quiet and first < state.tau / 8:
-            # tau settles at a few times the value that the first update gives, and residuals reach up to tau. A large
-            # step down would send most of them at once, so tau is halved.
-            new = tau.on_grid(float(state.tau) / 2)
-        return replace(state, tau=max(new, floor), found=True, floor=floor)
-
-    def _adapted(
-        self, state: ThresholdState, coded: Encoded, update: Sequence[Array], stream: object
+    def _measured(
+        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object, least: float
     ) -> ThresholdState:
-        """Return the state for the next update: with the counts of this one, and its tau adapted to the density."""
-        sent = int(coded.sent.sum())
-        new, mean = state.tau, state.mean
-        # An update of zeros, as between accumulated gradients, says nothing about tau.
-        if self.target_density is not None and state.found and (sent or self._moves(update, stream)):
-            new, mean = tau.next_tau(
-                state.tau, state.mean, sent, coded.near.sum(axis=0), state.residual.size, self.target_density
-            )
-            # A tau below its floor costs a histogram of the next update, so it falls below only every _QUIET updates.
-            new = new if state.step % _QUIET == 0 else max(new, min(state.floor, state.tau))
-        quiet = 0 if sent else state.quiet + 1
-        return replace(state, tau=new, mean=mean, quiet=quiet, step=state.step + 1, sent=sent, claim=Lock())
+        """Return the state with the tau and the lag that a sample of the update gives."""
+        every = tau.spacing(state.residual.size, self.target_density)
+        # Other lines in each step; all of them, one sample after another, to find the first tau.
+        lines = range(state.step, state.step + (1 if state.found else every))
+        for at in lines:
+            values, residual = self._device.sample(update, state.residual, every, at % every, stream)
+            if values.any():
+                break
+        else:
+            # An update of zeros, as between accumulated gradients, says nothing about tau.
+            return replace(state, lag=np.nan)
+        # `encode` refuses what overflows.
+        with np.errstate(all="ignore"):
+            u, r = values.astype(np.float64), residual.astype(np.float64)
+            state = replace(state, lag=float(np.dot(r, u) / np.dot(u, u)))
+            if self.target_density is None:
+                return state
+            found = tau.of_sample(residual + values * factors(lookahead)[0], self.target_density)
+        return state if found is None else replace(state, tau=max(found, np.float32(least)), found=True)
 
-    def _moves(self, update: Sequence[Array], stream: object) -> bool:
-        """Return whether an element of the update is not zero."""
-        return bool(self._device.histogram(update, 0.0, stream)[1:].any())
+    def _tau_of_largest(
+        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object
+    ) -> np.float32:
+        """Return a tau of which the largest finite element is no large multiple."""
+        every, largest = tau.spacing(state.residual.size, self.target_density), 0.0
+        with np.errstate(all="ignore"):
+            for at in range(every):
+                values, _ = self._device.sample(update, state.residual, every, at, stream)
+                sizes = np.abs(values * factors(lookahead)[0])
+                largest = max(largest, float(sizes[np.isfinite(sizes)].max(initial=0)))
+        return max(state.tau, np.float32(largest * tau.SPAN))
 
     def _cannot_send(
         self, update: Sequence[Array], state: ThresholdState, fault: int, tau: np.float32, lookahead: float

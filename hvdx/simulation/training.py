@@ -14,7 +14,7 @@ from hvdx.errors import ConfigError
 from hvdx.simulation.clock import RankClock
 from hvdx.simulation.memory import bytes_held
 from hvdx.simulation.ranks import SimulatedComm, on_all, world
-from hvdx.simulation.workloads import MOMENTUM, Replica, Workload
+from hvdx.simulation.workloads import Replica, Workload
 from hvdx.strategies import StepInput, Strategy, TensorSpec
 
 #: Parts of a step, in their order.
@@ -242,7 +242,7 @@ def _train(comm: SimulatedComm, plan: _Plan) -> _Log:
     specs = list(plan.workload.specs)
     if strategy.placement == "weights" and not strategy.rank_local_state:
         specs += [TensorSpec(f"momentum of {s.name}", s.shape, s.itemsize) for s in specs]
-    exchange = strategy.open(comm, specs, MOMENTUM if strategy.placement == "update" else 0.0, "simulation")
+    exchange = strategy.open(comm, specs, "simulation")
     step_of = _step_of(strategy, len(specs))
     group, log = comm.group, _Log(plan.setting.steps)
     seconds = plan.computing[:, group.repeats == group.running.index(comm.rank)]

@@ -108,9 +108,7 @@ class AllReduce(Strategy):
         buffers = {"buffers": situation.reduction_memory(itemsize, whole)}
         return situation.prediction(terms, ring_bytes(itemsize * whole, situation.workers) + gathered, buffers)
 
-    def open(
-        self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
-    ) -> "AllReduceExchange":
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], name: str = "") -> "AllReduceExchange":
         # The gradients of embeddings are counted as dense.
         payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
         graph = cast(GraphComm, comm)  # strategies in the graph are given one

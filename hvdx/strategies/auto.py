@@ -59,7 +59,7 @@ class Auto(Strategy):
         self.threshold = Threshold(overhead=overhead)
         self.overhead = self.threshold.overhead
 
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> "TrialExchange":
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], name: str = "") -> "TrialExchange":
         """Open the exchange of the measured steps."""
         return TrialExchange(comm, specs)
 

@@ -113,15 +113,12 @@ class Strategy(abc.ABC):
         return self.placement != "gradient"
 
     @abc.abstractmethod
-    def open(
-        self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
-    ) -> "Exchange[Tensor] | Exchange[Array]":
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], name: str = "") -> "Exchange[Tensor] | Exchange[Array]":
         """Open the exchange for the tensors of one optimiser. Collective on the host.
 
         Args:
             comm: communicator of the ranks: a `Comm` on the host, a `GraphComm` in the graph.
             specs: the tensors, in their order.
-            momentum: momentum of the optimiser, from 0 to 1, if the tensors are updates.
             name: prefix of the names of graph collectives: the same on all ranks, different for each optimiser.
 
         Returns:

@@ -86,9 +86,7 @@ class ParameterAveraging(Strategy):
         sent = ring_bytes(4 * elements, situation.workers) / period
         return situation.prediction(terms, sent, buffers, period=period, note=f"averages every {period} steps")
 
-    def open(
-        self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = ""
-    ) -> "AveragingExchange":
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], name: str = "") -> "AveragingExchange":
         return AveragingExchange(cast(GraphComm, comm), specs, name)  # strategies in the graph are given one
 
 

@@ -202,7 +202,7 @@ class ParameterServer(Strategy):
             workers, elements, dtype, self.codec, aggregate, share, exponent, self.max_staleness, tuple(ranks)
         )
 
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> ServerExchange:
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], name: str = "") -> ServerExchange:
         """Open the exchange, whose `begin` must be called next. Collective."""
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)

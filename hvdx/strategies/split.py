@@ -49,7 +49,6 @@ def open_split(
     peers: Comm,
     specs: Sequence[TensorSpec],
     is_part: Sequence[bool],
-    momentum: float = 0.0,
     name: str = "",
 ) -> "Exchange[Tensor] | Exchange[Array]":
     """Open the exchange of whole weights and parts. Collective on the host.
@@ -60,7 +59,7 @@ def open_split(
         peers: ranks that hold the same parts; a `GraphComm` if the strategy runs in the graph.
         specs: the tensors, in their order.
         is_part: whether each tensor is a part.
-        momentum, name: see `Strategy.open`.
+        name: see `Strategy.open`.
 
     Raises:
         ConfigError: if the strategy or one of its options does not support split layers.
@@ -77,11 +76,11 @@ def open_split(
     in_graph = strategy.runs == "graph"
     subsets: list[Subset[Any]] = []
     if whole:
-        subsets.append(Subset(strategy.open(comm, [specs[i] for i in whole], momentum, name), whole, False))
+        subsets.append(Subset(strategy.open(comm, [specs[i] for i in whole], name), whole, False))
     if parts:
         of_parts = [specs[i] for i in parts]
         if peers.size > 1:
-            subsets.append(Subset(strategy.open(peers, of_parts, momentum, f"{name}.parts"), parts, True))
+            subsets.append(Subset(strategy.open(peers, of_parts, f"{name}.parts"), parts, True))
         else:
             alone = _LocalGraphExchange() if in_graph else _LocalExchange(of_parts, strategy.placement == "weights")
             subsets.append(Subset(alone, parts, True))

@@ -261,7 +261,7 @@ def host_step(network: "keras.Model", strategy: "Strategy", workers: int) -> tup
     from hvdx.comm.local import virtual_world
     from hvdx.keras.adapters import second_moments
     from hvdx.keras.adapters.base import describe
-    from hvdx.keras.adapters.updates import momentum_of, updates_of
+    from hvdx.keras.adapters.updates import updates_of
     from hvdx.strategies import StepInput
 
     variables, gradients = network.trainable_variables, gradients_of(network)
@@ -271,7 +271,7 @@ def host_step(network: "keras.Model", strategy: "Strategy", workers: int) -> tup
     for optimizer in own:
         optimizer.build(variables)
     pool = ThreadPoolExecutor(workers)
-    exchanges = list(pool.map(lambda c: strategy.open(c, specs, momentum_of(own[0])), virtual_world(workers)))
+    exchanges = list(pool.map(lambda c: strategy.open(c, specs), virtual_world(workers)))
 
     corrects = strategy.second_moments == "mean" and second_moments.divides(own[0])
 

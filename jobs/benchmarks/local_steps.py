@@ -50,9 +50,7 @@ class _LocalSteps(Strategy):
     placement, runs, may_wait = "update", "host", True
     exchange: "type[LocalExchange]"
 
-    def open(
-        self, comm: "Comm", specs: "Sequence[TensorSpec]", momentum: float = 0.0, name: str = ""
-    ) -> "LocalExchange":
+    def open(self, comm: "Comm", specs: "Sequence[TensorSpec]", name: str = "") -> "LocalExchange":
         return self.exchange(comm, specs)
 
 

@@ -52,7 +52,7 @@ def compare(options: argparse.Namespace) -> int:
         workers = case["workers"]
         situation = Situation(workers, (options.elements,), _COMPUTING, link, machine, "mpi")
         setting = Setting(situation, options.steps, running=_RUNNING, limit=options.limit)
-        strategy = Threshold(target_density=options.density, exchange=case["exchange"])
+        strategy = Threshold(target_density=options.density, exchange=case["exchange"], warmup="none")
         found, predicted = simulate(strategy, setting, made), strategy.predict(situation)
         assert predicted is not None  # its density is given
         message, terms = found.message, predicted.terms

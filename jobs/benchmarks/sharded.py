@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 from hvdx.jobs.benchmarks import harness
 
-# Uncounted first steps, which trace and compile, and in which the codec finds tau.
+# Uncounted first steps, which trace and compile.
 _WARM = 20
 _PARTS = ("encoding", "waiting", "exchanging", "decoding")
 _COLUMNS = [

@@ -29,7 +29,7 @@ from hvdx.costs.types import Link, Machine
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import quantity
 from hvdx.simulation.training import Outcome, Setting, simulate, window
-from hvdx.simulation.workloads import MOMENTUM, Made
+from hvdx.simulation.workloads import Made
 from hvdx.strategies import parse
 
 STRATEGIES = (
@@ -200,8 +200,7 @@ def _exchange(spelling: str, count: int, made: Made, computing: float) -> dict[s
         import tensorflow as tf
 
         comm, place = communication.graph(engine="mpi"), lambda update: [tf.constant(array) for array in update]
-    replica, momentum = made.replica(comm.rank), MOMENTUM if strategy.placement == "update" else 0.0
-    exchange = strategy.open(comm, made.specs, momentum, "benchmark")
+    replica, exchange = made.replica(comm.rank), strategy.open(comm, made.specs, "benchmark")
     seconds, (first, _), before = [], window(count, 1), 0.0
     counts = getattr(exchange, "telemetry", None)
     for step in range(count):

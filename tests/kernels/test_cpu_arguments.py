@@ -54,7 +54,9 @@ def test_cpu_refuses_arrays(array, error, text):
     with pytest.raises(error, match=text):
         cpu.check([array], RUNS)
     with pytest.raises(error, match=text):
-        cpu.histogram([array])
+        cpu.sample([array], floats(), 1, 0)
+    with pytest.raises(error, match=text):
+        cpu.sample([floats()], array, 1, 0)
 
 
 def test_cpu_refuses_read_only_outputs():

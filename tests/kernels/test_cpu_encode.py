@@ -211,10 +211,11 @@ def test_encode_takes_arrays_of_any_shape():
 
 
 @fixed
-@given(cases())
-def test_histogram_counts_by_exponent_and_three_bits(case):
-    bits = np.abs(case.vector).view(np.uint32) >> 20
-    np.testing.assert_array_equal(cpu.histogram(case.update), np.bincount(bits, minlength=2048))
+@given(cases(), st.integers(1, 7), st.integers(0, 9))
+def test_sample_copies_lines(case, every, at):
+    residual = np.arange(case.vector.size, dtype=np.float32)
+    got = cpu.sample(case.update, residual, every, at % every)
+    assert same_bits(got, reference.sample(case.update, residual, every, at % every))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])

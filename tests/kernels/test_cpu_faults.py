@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdx.kernels import cpu, reference
-from hvdx.kernels.tiles import SHARES, Layout, limit
+from hvdx.kernels.tiles import Layout, limit
 from tests.kernels.agreement import check_restored, encode_like_reference, same_bits
 from tests.kernels.strategies import Case, cases, fixed, make_runs, noise, split
 
@@ -24,7 +24,6 @@ def check_fault(update, residual, runs, fault, threads=1, layout=SMALL):
         assert got.fault == fault
         assert got.tiles.size == 0
         assert got.sent.tolist() == [0] * len(runs.taus)
-        assert got.near.tolist() == [[0] * len(SHARES)] * len(runs.taus)
         check_restored(residual, before, update)
         assert encoder is cpu or same_bits(residual, before)
         assert encoder.check(update, runs, **options) == fault

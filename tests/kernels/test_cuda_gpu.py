@@ -49,7 +49,6 @@ def check_encode(arrays, residual, runs, rice=True, layout=LAYOUT, lookahead=0.0
     np.testing.assert_array_equal(got.tiles.copy_to_host(), expected.tiles)
     np.testing.assert_array_equal(on_device.copy_to_host().view(np.uint32), left.view(np.uint32))
     np.testing.assert_array_equal(got.sent, expected.sent)
-    np.testing.assert_array_equal(got.near, expected.near)
     assert got.fault == expected.fault == -1
     return expected.tiles
 
@@ -93,11 +92,11 @@ def test_thousands_of_arrays_with_a_lookahead(lookahead):
     check_encode(np.split(update, borders), residual, make_runs(400_000, 50), lookahead=lookahead)
 
 
-def test_histogram_is_that_of_the_host():
-    update, _ = make_case(300_000, 0.1, 9)
+def test_sample_is_that_of_the_host():
+    update, residual = make_case(300_000, 0.1, 9)
     arrays = np.split(update, [7, 7, 100_000])
-    got = kernels.histogram([cuda.to_device(a) for a in arrays], 3.0)
-    np.testing.assert_array_equal(got, cpu.histogram([a * np.float32(4) for a in arrays]))
+    got = kernels.sample([cuda.to_device(a) for a in arrays], cuda.to_device(residual), 7, 3)
+    np.testing.assert_array_equal(got, cpu.sample(arrays, residual, 7, 3))
 
 
 def test_work_on_a_stream_waits_for_the_work_before():
@@ -157,7 +156,7 @@ def test_faults_leave_the_residual(bad):
     arrays = [cuda.to_device(a) for a in np.split(update, [123_457])]
     assert kernels.check(arrays, runs) == 765_432
     got = kernels.encode(arrays, on_device, runs)
-    assert (got.fault, got.tiles.size, got.sent.sum(), got.near.sum()) == (765_432, 0, 0, 0)
+    assert (got.fault, got.tiles.size, got.sent.sum()) == (765_432, 0, 0)
     np.testing.assert_array_equal(on_device.copy_to_host(), residual)
 
 

@@ -43,7 +43,7 @@ def test_kernels_round_every_product_by_itself(ptx):
         assert not re.search(r"\.(ftz|approx|full)\b", text), f"{name}: a flushed or approximate operation"
         assert not re.search(r"\bdiv\.\S*f64", text), f"{name}: a division in float64, which is slow on many GPUs"
     assert "mul.rn.f32" in ptx[1]["accumulate"]
-    assert "mul.f64" in ptx[1]["accumulate"] or "mul.rn.f64" in ptx[1]["accumulate"]
+    assert "mul.f64" in ptx[1]["write_tiles"] or "mul.rn.f64" in ptx[1]["write_tiles"]
 
 
 def test_kernels_fit_the_shared_memory_of_a_block(ptx):

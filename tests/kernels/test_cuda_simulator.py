@@ -231,18 +231,15 @@ class TestSimulator:
                 assert ends[last] >= rank + entries
             assert arrays[0].copy_to_host().tolist() == (ends - counts).tolist()
 
-    @pytest.mark.parametrize("lookahead", [0.0, 3.0])
-    def test_histogram_is_that_of_the_host(self, lookahead):
+    def test_sample_is_that_of_the_host(self):
         from hvdx.kernels import cpu
         from hvdx.kernels import cuda as kernels
 
-        update, _ = make_case(500, 0.2, 12, more=0.5)
+        update, residual = make_case(500, 0.2, 12, more=0.5)
         update[:3] = np.inf, np.nan, 1e-45
         arrays = split(update, 70, 0, 100)
-        with np.errstate(over="ignore"):
-            expected = cpu.histogram([a * np.float32(1 + lookahead) for a in arrays])
-        got = kernels.histogram([on_device(a) for a in arrays], lookahead)
-        np.testing.assert_array_equal(got, expected)
+        got = kernels.sample([on_device(a) for a in arrays], on_device(residual), 3, 1)
+        np.testing.assert_array_equal(got, cpu.sample(arrays, residual, 3, 1))
 
     @pytest.mark.parametrize(("arrays", "runs", "messages"), [(1, 1, 1), (30, 5, 7)])
     def test_launches_and_copies_do_not_grow(self, monkeypatch, arrays, runs, messages):
@@ -323,7 +320,7 @@ class TestSimulator:
         for arrays in ([update], split(update, 70, 100)):
             assert kernels.check([on_device(a) for a in arrays], runs) == reference.check(arrays, runs) == 77
             got, left = encode(arrays, residual, runs, True, SMALL)
-            assert (got.fault, got.tiles.size, got.sent.sum(), got.near.sum()) == (77, 0, 0, 0)
+            assert (got.fault, got.tiles.size, got.sent.sum()) == (77, 0, 0)
             np.testing.assert_array_equal(left, residual)
         update[:] = limit(runs.taus)[1]
         assert kernels.check([on_device(update)], runs) == -1
@@ -469,8 +466,7 @@ def check_encode(update, residual, runs, rice, layout, lookahead=0.0):
     assert got.tiles.tobytes() == expected.tiles.tobytes()
     np.testing.assert_array_equal(got_left.view(np.uint32), left.view(np.uint32))
     np.testing.assert_array_equal(got.sent, expected.sent)
-    np.testing.assert_array_equal(got.near, expected.near)
-    assert got.sent.dtype == got.near.dtype == np.int64
+    assert got.sent.dtype == np.int64
 
 
 def check_gaps(gaps, rng):

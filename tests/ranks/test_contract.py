@@ -23,7 +23,7 @@ class Mean(Strategy):
     def __init__(self, placement="gradient"):
         self.placement = placement
 
-    def open(self, comm, specs, momentum=0.0, name=""):
+    def open(self, comm, specs, name=""):
         return MeanExchange(comm, specs)
 
 

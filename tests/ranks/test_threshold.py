@@ -93,7 +93,6 @@ def test_replicas_are_identical_and_learn(strategy, optimizer):
         lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
         lambda: keras.optimizers.RMSprop(0.01),
         lambda: keras.optimizers.Adagrad(0.01),
-        lambda: keras.optimizers.Lion(0.001),
         lambda: keras.optimizers.Nadam(0.01),
         lambda: keras.optimizers.Adafactor(0.01),
         lambda: keras.optimizers.Lamb(0.01),

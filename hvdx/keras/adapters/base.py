@@ -88,22 +88,19 @@ class Adapter:
         with tf.device("CPU:0"):
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
 
-    def open_exchange(
-        self, variables: Sequence[Variable], specs: Sequence[TensorSpec], momentum: float = 0.0
-    ) -> Exchange[Any]:
+    def open_exchange(self, variables: Sequence[Variable], specs: Sequence[TensorSpec]) -> Exchange[Any]:
         """Open the exchange of variables with the ranks that hold the same ones. Collective on the host.
 
         Args:
             variables: Keras variables; parts of split layers are exchanged with the ranks that hold the same parts.
             specs: `TensorSpec` of the tensor that is sent for each variable.
-            momentum: see `Strategy.open`.
 
         Raises:
             ConfigError, ReplicaError: see `Strategy.open` and `open_split`.
         """
         is_part = [part_of(v) is not None for v in variables]
         if not any(is_part):
-            return self.strategy.open(self.comm, specs, momentum, name=self.name)
+            return self.strategy.open(self.comm, specs, name=self.name)
         if self.comm.size != world.start().size:
             raise ConfigError(
                 f"{self.name}: process_set: expected all ranks for a model with split layers, got some of them. Leave "
@@ -113,7 +110,7 @@ class Adapter:
             peers: Comm = world.graph_of_peers(self.strategy.placement == "weights", self.strategy.engine)
         else:
             peers = mesh_of(world.start()).peers
-        return open_split(self.strategy, self.comm, peers, specs, is_part, momentum, self.name)
+        return open_split(self.strategy, self.comm, peers, specs, is_part, self.name)
 
     def belong_to(self, owner: keras.callbacks.Callback) -> None:
         """Record the part of a fit that attached the adapter, and will detach it."""

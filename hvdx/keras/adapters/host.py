@@ -68,7 +68,6 @@ class HostAdapter(Adapter):
         self.rank_local = strategy.rank_local_state
         if self.rank_local:
             updates.check_kind(inner)
-        self._momentum = updates.momentum_of(inner) if self.rank_local else 0.0
         # One optimiser may train several lists of variables; freezing some of them makes another list.
         self._open: _Open = {}
         before = _remembered.get(inner)
@@ -297,7 +296,7 @@ class HostAdapter(Adapter):
         if key not in self._open:
             specs = [describe(v) for v in variables]
             # A strategy that runs on the host opens one.
-            exchange = cast(HostExchange, self.open_exchange(variables, specs, self._momentum))
+            exchange = cast(HostExchange, self.open_exchange(variables, specs))
             self._open[key] = exchange, list(variables)
         if key not in self._used:
             self._used.add(key)

@@ -17,14 +17,20 @@ _ASSIGN_WEIGHTS = ("Ftrl", "ScheduleFreeAdamW")
 
 
 def check_kind(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuse an optimiser whose updates cannot be combined.
+    """Refuse an optimiser whose updates `Threshold` cannot combine.
 
     Args:
         optimizer: Keras optimiser, not a loss-scale optimiser.
 
     Raises:
-        ConfigError: if the optimiser computes weights from its state, and no updates.
+        ConfigError: if the optimiser computes weights from its state, and no updates; or if its updates are signs.
     """
+    if any(cls.__name__ == "Lion" for cls in type(optimizer).__mro__):
+        # docs/benchmarks/README.md: at best 2.50 in place of 2.31, and 2.42 alone.
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__}: its updates are signs, all of one size, so a threshold cannot tell "
+            "which matter, and a worker alone trains better. Use AllReduce(), or another optimizer such as AdamW."
+        )
     if assigns_weights(optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__}: it computes weights from its own state, so it has no updates to "
@@ -62,24 +68,6 @@ def add(variables: Sequence[Variable], changes: Sequence[Gradient]) -> list[tf.T
         sparse = isinstance(update, tf.IndexedSlices)
         added.append(raw.scatter_add(update) if sparse else raw.assign_add(tf.cast(update, variable.dtype)))
     return added
-
-
-def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """Return the share of an update that an optimiser carries over into the next: `momentum` or `beta_1`, else 0.
-
-    Args:
-        optimizer: Keras optimiser.
-
-    Example:
-        >>> import keras
-        >>> momentum_of(keras.optimizers.SGD(momentum=0.5)), momentum_of(keras.optimizers.Adam())
-        (0.5, 0.9)
-    """
-    for name in ("momentum", "beta_1"):
-        value = getattr(optimizer, name, None)
-        if isinstance(value, int | float):
-            return float(value)
-    return 0.0
 
 
 def _is_keras(optimizer: keras.optimizers.Optimizer) -> bool:

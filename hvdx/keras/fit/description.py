@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.keras.adapters.updates import momentum_of
 from hvdx.keras.costs import leaves_of
 from hvdx.keras.fit import data
 from hvdx.keras.optimizer_state import innermost, slots
@@ -100,9 +99,15 @@ def describe_optimizer(optimizer: keras.optimizers.Optimizer) -> dict[str, objec
     trained = len(trained_variables(inner))
     return {
         "name": type(inner).__name__,
-        "momentum": momentum_of(inner),
+        "momentum": _momentum(inner),
         "slots": round(len(slots(inner)) / trained) if inner.built and trained else None,
     }
+
+
+def _momentum(optimizer: keras.optimizers.Optimizer) -> float:
+    """Return the share of an update that an optimiser carries over into the next: `momentum` or `beta_1`, else 0."""
+    values = (getattr(optimizer, name, None) for name in ("momentum", "beta_1"))
+    return next((float(value) for value in values if isinstance(value, int | float)), 0.0)
 
 
 def batch_size(callback: keras.callbacks.Callback) -> int | None:

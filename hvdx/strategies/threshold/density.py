@@ -17,7 +17,7 @@ STARVED = 2e-4
 INITIAL_DENSITY = 1 / 32
 # Steps of a review. The first steps after a change are left out: they still carry messages of the old density.
 _WINDOW, _LEFT_OUT = 10, 2
-# The same for the first review. The first messages have too many entries, until tau is found.
+# The same for the first review. The first steps of a process are slow: caches are cold, and memory is new.
 _FIRST_WINDOW, _FIRST_LEFT_OUT = 4, 8
 # Quantile of a rank's costs that counts: other programs on the machine make single steps slower, and none faster.
 _QUANTILE = 0.25

@@ -86,7 +86,6 @@ class ThresholdEncoder(Encoder):
         options: options, the same on all ranks.
         comm: the ranks. Making the encoder is collective: its kernels are compiled.
         specs: the tensors, of the same shapes on all ranks.
-        lookahead: see `Threshold`.
         order: order of the elements in messages; that of the tensors by default.
         device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
 
@@ -102,13 +101,13 @@ class ThresholdEncoder(Encoder):
         options: Options,
         comm: Comm,
         specs: Sequence[TensorSpec],
-        lookahead: Lookahead,
         order: Order | None = None,
         device: str = "cpu",
     ):
         target = options.target_density
         order = order or VectorOrder([s.elements for s in specs])
-        self.options, self._specs, self._lookahead, self._order = options, list(specs), lookahead, order
+        self.options, self._specs, self._order = options, list(specs), order
+        self._lookahead = Lookahead(options.lookahead)
         self._threads, self._kind = options.threads or kernel_threads(comm.local_size), device
         self._density = INITIAL_DENSITY if isinstance(target, str) else target
         self.codec = self._make_codec(self._density)
@@ -119,8 +118,7 @@ class ThresholdEncoder(Encoder):
         self._n, self._rank = sum(s.elements for s in specs), comm.world_ranks[comm.rank]
         # Median of the thresholds in the last step.
         self._tau, self._warned = 0.0, False
-        # Warm-up of the optimiser, which is known in a step: samples come from those that divide by second moments.
-        self._warmup, self._step = options.start.for_optimizer(divides=False), 0
+        self._warmup, self._step = options.start, 0
         # Entries of each of the last steps with entries of this rank; whether there is nobody to learn from.
         self._entries: list[int] = []
         self._alone, self._starved = comm.size == 1, False
@@ -160,7 +158,7 @@ class ThresholdEncoder(Encoder):
         """Return the codec of a step, the same on all ranks."""
         density = self._density
         if self._control is not None:
-            if step == 0 and self._warmup.kind == "density":
+            if step == 0 and self._warmup.steps:
                 density = self._density = START
                 self._control.restore(START)
         elif density is not None:
@@ -171,18 +169,14 @@ class ThresholdEncoder(Encoder):
 
     def encode(self, step_input: StepInput, step: int) -> Encoded:
         tensors, self._step = step_input.tensors, step
-        extrapolates = self._lookahead.adapts and not self.options.asynchronous
-        self._warmup = self.options.start.for_optimizer(bool(step_input.sample), extrapolates)
         codec = self._codec_of(step)
-        start = self._warmup.steps if self._warmup.kind == "lookahead" else 0
-        # An element waits for exchanges, and an update of several steps is as many times as large.
-        lookahead = self._lookahead.at(step, codec.target_density, start) / step_input.steps
         # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
         # previous update need not be stored.
         try:
-            message, self.state = codec.encode(self._order.arranged(tensors), self.state, lookahead)
+            message, self.state = codec.encode(self._order.arranged(tensors), self.state, self._lookahead.value)
         except UpdateError as error:
             raise UpdateError(error.problem, *self._order.origin(error.variable, error.element)) from None
+        self._lookahead.observe(self.state.lag)
         entries, self._tau = self.state.sent, float(self.state.tau)
         self._warn_of_size(message.size)
         starved, density = self._starved_steps(entries), entries / max(self._n, 1)
@@ -286,7 +280,8 @@ class ThresholdEncoder(Encoder):
             codec |= {"codec.lengths": np.array([self._n] * (self._n > 0), np.int64)}
         noise = {"noise": self.noise.state.copy()} if self.noise.state[0] else {}
         period = {"period": np.array(self.period)} if self.options.period == "auto" else {}
-        return codec | {"density": np.array(density)} | period | noise
+        lookahead = {"lookahead": np.array(self._lookahead.value)}
+        return codec | {"density": np.array(density)} | period | lookahead | noise
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         if "density" not in state:
@@ -298,6 +293,7 @@ class ThresholdEncoder(Encoder):
         self.state = self.codec.restore(mine, self._order.sizes)
         # Checkpoints of optimisers without second moments, and old ones, hold none.
         self.noise.state[:] = state.get("noise", 0.0)
+        self._lookahead.restore(float(state.get("lookahead", 0.0)))
         if self._control is not None:
             self._density = float(state["density"])
             # Old checkpoints have no period.

@@ -16,7 +16,6 @@ from hvdx.strategies.step import MessageExchange, Route
 from hvdx.strategies.threshold import costs
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
 from hvdx.strategies.threshold.hosts import HostsExchange
-from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.ordered import OrderedExchange
 from hvdx.strategies.threshold.routes.all_gather import AllGatherRoute
@@ -30,27 +29,27 @@ _MOST_ELEMENTS = 2**29 - 1
 
 
 def open_exchange(
-    options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: Lookahead, device: str, ranks_to_sum: int
+    options: Options, comm: Comm, specs: Sequence[TensorSpec], device: str, ranks_to_sum: int
 ) -> HostExchange:
     """Open the exchange that fits the options, the ranks and the link; report it if hvdx has chosen it. Collective.
 
     Args:
-        options, comm, specs, lookahead, device: see `open_messages`.
+        options, comm, specs, device: see `open_messages`.
         ranks_to_sum: number of ranks whose updates may be added up on each host; 1 if every rank sends its own.
     """
     if options.asynchronous:
-        return OrderedExchange(options, comm, specs, lookahead)
+        return OrderedExchange(options, comm, specs)
     exchange: HostsExchange | MessageExchange
     if adds_up(options, comm, sum(s.elements for s in specs), device, ranks_to_sum):
         exchange = HostsExchange(
             options,
             comm,
             specs,
-            lambda between, pieces, **more: open_messages(options, between, pieces, lookahead, **more),
+            lambda between, pieces, **more: open_messages(options, between, pieces, **more),
         )
         chosen = "auto" in (options.local, options.exchange)
     else:
-        exchange, chosen = open_messages(options, comm, specs, lookahead, device), options.exchange == "auto"
+        exchange, chosen = open_messages(options, comm, specs, device), options.exchange == "auto"
     if comm.world_ranks[comm.rank] == 0 and exchange.description and chosen:
         _log.info(f"threshold: {exchange.description}")
     return exchange
@@ -80,7 +79,6 @@ def open_messages(
     options: Options,
     comm: Comm,
     specs: Sequence[TensorSpec],
-    lookahead: Lookahead,
     device: str = "cpu",
     network: Link | None = None,
     ranks_per_message: int = 1,
@@ -93,7 +91,6 @@ def open_messages(
         options: options, the same on all ranks.
         comm: the ranks.
         specs: the tensors, of the same shapes on all ranks.
-        lookahead: see `Threshold`.
         device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
         network: the link between the ranks, if it has been measured.
         ranks_per_message: number of ranks whose updates each message adds up; see `hvdx.strategies.threshold.hosts`.
@@ -104,12 +101,12 @@ def open_messages(
     elements = elements or sum(sizes)
     kind, network = choose_route(options, comm, elements, device, network)
     shards = Shards(sizes, comm.size) if kind == "sharded" else None
-    encoder = ThresholdEncoder(options, comm, specs, lookahead, shards, device)
+    encoder = ThresholdEncoder(options, comm, specs, shards, device)
     channel = comm.channel("the updates")
     channel.exchange([])  # all ranks have compiled
     route: Route = AllGatherRoute(channel, ranks_per_message)
     if shards is not None:
-        route = ShardedRoute(options, channel, shards, lookahead, encoder.codec, ranks_per_message)
+        route = ShardedRoute(options, channel, shards, encoder.codec, ranks_per_message)
     if options.target_density == "auto":
         network = network or probe(channel)
         size = comm.size

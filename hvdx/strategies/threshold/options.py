@@ -15,12 +15,14 @@ class Options:
 
     Attributes:
         start: the warm-up.
+        lookahead: the lookahead, if the user gave one.
         asynchronous: True if workers take steps at different times.
     """
 
     tau: float | None
     target_density: float | str | None
     start: Warmup
+    lookahead: float | None
     asynchronous: bool
     overhead: float
     period: int | str

@@ -18,7 +18,6 @@ from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
-from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.routes.all_gather import words_of
 from hvdx.strategies.threshold.routes.replica import SEQUENCER, Replica
@@ -41,15 +40,14 @@ class OrderedExchange(HostExchange):
         options: options, the same on all ranks.
         comm: the ranks.
         specs: the variables, of the same shapes on all ranks.
-        lookahead: see `Threshold`.
     """
 
     _counters: StaleTelemetry
 
-    def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], lookahead: Lookahead):
+    def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec]):
         super().__init__(specs, StaleTelemetry())
         self._comm = comm
-        self.encoder = ThresholdEncoder(options, comm, specs, lookahead)
+        self.encoder = ThresholdEncoder(options, comm, specs)
         channel = comm.channel("the updates")
         channel.exchange([])  # all ranks have compiled
         if options.target_density == "auto":

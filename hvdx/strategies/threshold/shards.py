@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 #: Density of an owner's message, in multiples of that of a rank's message, and its limit. The entries of several ranks
 #: are at different elements, so at the same density most of their sum would wait in the residual of the owner.
 OWNER_DENSITY, MOST_DENSITY = 4.0, 0.5
-#: Lookahead of an owner, in multiples of that of a rank, for Adam and its relatives, whose updates are of one size.
-#: Those of SGD are not, and an owner would extrapolate sums of a few large entries too far.
-OWNER_LOOKAHEAD = 0.5
 # Blocks of a shard. With more of them shards have more equal work, but the codec has more arrays to encode.
 _BLOCKS = 8
 # Shards are encoded in regions of at most _REGION elements, in multiples of _ALIGNED.

@@ -66,9 +66,7 @@ def _reshard(saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) ->
 
 
 def scaled(state: Mapping[str, np.ndarray], ratio: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the taus of a codec's state, and its counts for `ratio` times the elements."""
-    means = state["means"]
-    return {name: np.array(state[name]) for name in ("taus", "found", "floors", "quiet")} | {
-        "means": np.where(means < 0, means, means * ratio),
-        "sent": np.rint(state["sent"] * ratio).astype(np.int64),
+    """Return the taus of a codec's state, and its count for `ratio` times the elements."""
+    return {name: np.array(state[name]) for name in ("taus", "found")} | {
+        "sent": np.rint(state["sent"] * ratio).astype(np.int64)
     }

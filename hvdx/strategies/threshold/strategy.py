@@ -29,9 +29,9 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.host import HostExchange
 from hvdx.strategies.serving.step_client import StepClient
-from hvdx.strategies.threshold import costs, states, warmup
-from hvdx.strategies.threshold.lookahead import Lookahead
+from hvdx.strategies.threshold import costs, states
 from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.warmup import parse as warmup_of
 
 _log = Log(__name__)
 
@@ -58,16 +58,13 @@ class Threshold(Strategy):
             gradients, before the optimiser.
         lookahead: extrapolation of the update u before it is sent: u + lookahead * (u - previous u) is added to the
             residual, which over time adds up to the same sum. It compensates for the steps that an element waits in the
-            residual. None derives it from the optimiser: a third of momentum / (1 - momentum), at most 5; 3 for a
-            momentum of 0.9, and more at the start of a training with Adam, see `warmup`.
+            residual. None: it follows the lag, which each rank measures (`hvdx.strategies.threshold.lookahead`).
         second_moments: "mean": the updates of Adam, AdamW, Nadam and RMSprop are scaled as if these optimisers divided
             by the second moment of the ranks' mean gradient. "own": they divide by that of their rank's gradients,
             which makes the steps too small if gradients are mostly noise. The option has no effect on other optimisers,
             nor with placement="gradient".
-        warmup: "none", "lookahead:600" (the lookahead rises to 2 / sqrt(density), and falls to the usual one until step
-            600), "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the budget falls
-            from ten times `overhead` to it). "auto": "lookahead:600" for the optimisers that `second_moments` corrects
-            ("density:200" without momentum, and with `lookahead` or `max_staleness`), unless tau is fixed; else "none".
+        warmup: "none", or "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the
+            budget falls from ten times `overhead` to it). "auto": "density:200", unless tau is fixed.
         max_staleness: with 0 all workers take each step together. With "inf" nobody waits until the end of an epoch:
             each worker applies messages as they come, in the same order on all workers, and a fast worker takes more of
             the steps of an epoch.
@@ -155,7 +152,7 @@ class Threshold(Strategy):
         self.warmup, self.index_coding = str(warmup), index_coding
         self.threads, self.device, self.exchange = threads, device, exchange
         self.local = local
-        self.start = _warmup(self.warmup, tau)
+        self.start = warmup_of(self.warmup, tau)
         self.max_staleness = _max_staleness(max_staleness)
         self.period = _period(period)
         self.asynchronous = self.max_staleness != 0
@@ -199,6 +196,7 @@ class Threshold(Strategy):
             tau=self.tau,
             target_density=self.target_density,
             start=self.start,
+            lookahead=0.0 if self.placement == "gradient" else self.lookahead,
             asynchronous=self.asynchronous,
             overhead=self.overhead,
             period=self.period if self.may_wait else 1,
@@ -234,7 +232,7 @@ class Threshold(Strategy):
             return "cpu", str(error)
         return chosen, ""
 
-    def open(self, comm: Comm, specs: Sequence[TensorSpec], momentum: float = 0.0, name: str = "") -> HostExchange:
+    def open(self, comm: Comm, specs: Sequence[TensorSpec], name: str = "") -> HostExchange:
         refuse_unless_it_survives(self, comm)
         agree_on_strategy(self, comm)
         agree_on_tensors(specs, comm)
@@ -248,7 +246,7 @@ class Threshold(Strategy):
         if comm.survives:
             # A dead rank would leave its shard, or the sums of its host, without an owner.
             count, options = 1, replace(options, exchange="all_gather")
-        return open_exchange(options, comm, specs, self.lookahead_for(momentum), device, count)
+        return open_exchange(options, comm, specs, device, count)
 
     def step_client(self, comm: Comm, steps: int, begun: int = 0) -> StepClient:
         """Return the client of rank 0, which hands out the steps."""
@@ -286,10 +284,6 @@ class Threshold(Strategy):
         other.overhead = share * self.overhead
         return other
 
-    def lookahead_for(self, momentum: float) -> Lookahead:
-        """Return the lookahead for an optimiser's momentum."""
-        return Lookahead(momentum, 0.0 if self.placement == "gradient" else self.lookahead)
-
     def predict(self, situation: Situation) -> Prediction | None:
         """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
         return costs.predict(self.options, situation)
@@ -319,13 +313,3 @@ def _max_staleness(value: object) -> int | str:
             "no time. Use 'inf' if a worker is slow, or ParameterServer(staleness='bound')."
         )
     return "inf" if value == "inf" else 0
-
-
-def _warmup(text: str, tau: float | None) -> warmup.Warmup:
-    start = warmup.parse(text)
-    if start.kind == "density" and tau is not None:
-        raise ConfigError(
-            "threshold: warmup='density' lowers a density, and tau is fixed. Give target_density instead, or "
-            "warmup='none'."
-        )
-    return start

@@ -20,7 +20,7 @@ class Recorded(Mean):
         super().__init__("update")
         self.found = found
 
-    def open(self, comm, specs, momentum=0.0, name=""):
+    def open(self, comm, specs, name=""):
         exchange = super().open(comm, specs)
         take = exchange.take
 

@@ -27,7 +27,7 @@ class EveryThird(Mean):
     def __init__(self):
         super().__init__("update")
 
-    def open(self, comm, specs, momentum=0.0, name=""):
+    def open(self, comm, specs, name=""):
         exchange = MeanExchange(comm, specs)
         exchange.period = 3
         return exchange
@@ -63,7 +63,7 @@ def test_weights_are_the_mean_after_the_first_step_and_after_each_period():
 
 def test_writing_of_the_weights_is_cost_at_the_end_of_a_period_of_several_steps_only():
     class Counts(EveryThird):
-        def open(self, comm, specs, momentum=0.0, name=""):
+        def open(self, comm, specs, name=""):
             exchange = super().open(comm, specs)
             exchange.applied = lambda: written.append((comm.rank, exchange.telemetry.steps))
             return exchange
@@ -76,7 +76,7 @@ def test_writing_of_the_weights_is_cost_at_the_end_of_a_period_of_several_steps_
 
 def test_nan_in_a_period_drops_the_period_on_all_ranks():
     class Skips(EveryThird):
-        def open(self, comm, specs, momentum=0.0, name=""):
+        def open(self, comm, specs, name=""):
             exchange = super().open(comm, specs)
             combine = exchange.combine
 

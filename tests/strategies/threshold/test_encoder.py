@@ -6,7 +6,6 @@ import pytest
 from hvdx.comm import LocalComm
 from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
-from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.noise import GatheredSample
 
 SPECS = [TensorSpec("a", (2,), 4), TensorSpec("b", (3,), 4)]
@@ -14,7 +13,7 @@ SPECS = [TensorSpec("a", (2,), 4), TensorSpec("b", (3,), 4)]
 
 @pytest.fixture
 def encoder():
-    return ThresholdEncoder(Threshold(tau=1.0).options, LocalComm(), SPECS, Lookahead())
+    return ThresholdEncoder(Threshold(tau=1.0).options, LocalComm(), SPECS)
 
 
 def test_elements_are_in_the_order_of_the_tensors_by_default(encoder):
@@ -32,3 +31,20 @@ def test_samples_of_an_unknown_kind_are_refused(encoder):
     assert encoder.noise.state[0] == 1
     with pytest.raises(TypeError, match="sample: expected GatheredSample or SummedSample, got ndarray"):
         encoder.observe_sample(np.ones(3))
+
+
+def test_lookahead_follows_the_lag_and_is_saved():
+    """Updates of one direction, of which most wait: what is sent is ahead of their sum, and not many steps behind."""
+    options, random = Threshold(target_density=0.05, warmup="none").options, np.random.default_rng(0)
+    encoder, behind = ThresholdEncoder(options, LocalComm(), [TensorSpec("a", (4000,), 4)]), []
+    drift = random.normal(size=4000)
+    for step in range(120):
+        update = (drift + random.normal(size=4000)).astype(np.float32)
+        encoder.encode(StepInput([update]), step)
+        behind.append(np.dot(encoder.read_residual(), drift) / np.dot(drift, drift))
+    saved = encoder.arrays()
+    assert 0.5 < saved["lookahead"] < 5
+    assert behind[-1] < 3
+    again = ThresholdEncoder(options, LocalComm(), [TensorSpec("a", (4000,), 4)])
+    again.restore(saved)
+    assert again.arrays()["lookahead"] == saved["lookahead"]

@@ -81,7 +81,7 @@ class Pair:
     def __init__(self, **options):
         there = [replace(s, device="GPU:0") for s in SPECS]
         self.host, self.gpu = (
-            Threshold(**options, device=device).open(virtual_world(1)[0], specs, 0.9)
+            Threshold(**options, device=device).open(virtual_world(1)[0], specs)
             for device, specs in (("cpu", SPECS), ("cuda", there))
         )
 
@@ -156,8 +156,8 @@ class TestOnGpu:
         pair.gpu.step([flat])
         counted = count_work(monkeypatch)
         pair.gpu.step([flat])
-        # To the host: size of the message, message, and outcome of the checks. One more launch clears the result.
-        assert counted == {"launches": 8 + 3 + 1, "to host": 3, "to device": 2 + 3}
+        # To the host: sample, size of the message, message, and outcome of the checks. A launch clears the result.
+        assert counted == {"launches": 1 + 8 + 3 + 1, "to host": 4, "to device": 2 + 3}
 
     def test_result_goes_to_the_array_of_the_caller(self):
         pair, on_gpu = Pair(tau=0.01), []

@@ -47,7 +47,7 @@ def test_pieces_keep_one_density():
     """An automatic density follows the same times on all ranks, although each rank measures its own."""
 
     def run(comm):
-        exchange, seen = Threshold(overhead=0.01).open(comm, SPECS, 0.9), []
+        exchange, seen = Threshold(overhead=0.01).open(comm, SPECS), []
         for t in range(60):
             exchange.step(update(comm.rank, t))
             seen.append(float(exchange.state_dict()["density"]))
@@ -235,7 +235,7 @@ def test_bytes_between_hosts_are_counted_apart():
     specs = [TensorSpec("w", (60_000,), 4)]
 
     def run(comm, local):
-        exchange = Threshold(target_density=0.02, local=local).open(comm, specs)
+        exchange = Threshold(target_density=0.02, local=local, warmup="none").open(comm, specs)
         for t in range(20):
             exchange.step([np.random.default_rng([comm.rank, t]).normal(size=60_000).astype(np.float32)])
         return exchange.telemetry
@@ -310,7 +310,7 @@ def test_residuals_keep_their_sum_on_other_hosts(before, after):
     hosts, strategy = setting(after)
 
     def restored(comm):
-        exchange = strategy.open(comm, SPECS, 0.9)
+        exchange = strategy.open(comm, SPECS)
         same = comm.size == len(saved)
         exchange.load_state_dict(saved[comm.rank] if same else strategy.merge(saved, comm.rank, comm.size))
         residuals = flat(exchange.residuals).astype(np.float64)
@@ -329,7 +329,7 @@ def test_tau_and_density_are_restored_on_other_hosts():
         return [np.random.default_rng([rank, t]).normal(size=9000).astype(np.float32)]
 
     def train(comm):
-        exchange = dense(target_density=0.02).open(comm, specs, 0.9)
+        exchange = dense(target_density=0.02, warmup="none").open(comm, specs)
         for t in range(30):
             exchange.step(gradient(comm.rank, t))
         return exchange.state_dict()
@@ -337,7 +337,7 @@ def test_tau_and_density_are_restored_on_other_hosts():
     saved = on_hosts("aabb", train)
 
     def resume(comm):
-        exchange = dense(target_density=0.02).open(comm, specs, 0.9)
+        exchange = dense(target_density=0.02, warmup="none").open(comm, specs)
         exchange.load_state_dict(Threshold().merge(saved, comm.rank, comm.size))
         exchange.step(gradient(comm.rank, 30))
         return exchange.telemetry.density

@@ -1,24 +1,35 @@
-"""The lookahead of a start: it rises by 1 in a step, and its limit falls."""
+"""The lookahead follows the lag, and rests without one."""
+
+import math
+from itertools import pairwise
+
+import pytest
 
 from hvdx.strategies.threshold.lookahead import Lookahead
 
 
-def test_lookahead_of_a_start_rises_and_falls_to_the_usual_one():
-    seen = [Lookahead(0.9).at(step, 0.01, 600) for step in range(700)]
-    top = seen.index(max(seen))
-    assert seen[:5] == [3.0, 4.0, 5.0, 6.0, 7.0]
-    assert 19 < seen[top] < 20
-    assert all(b <= a for a, b in zip(seen[top:], seen[top + 1 :], strict=False))
-    assert set(seen[600:]) == {3.0}
+def test_lookahead_rises_with_the_lag_and_falls_where_updates_turn_round():
+    lookahead, seen = Lookahead(), []
+    for lag in [2.0] * 30 + [-1.0] * 20:
+        lookahead.observe(lag)
+        seen.append(lookahead.value)
+    assert seen[0] == pytest.approx(0.4)
+    assert seen[29] == pytest.approx(4.0, rel=0.1)
+    assert all(a > b for a, b in pairwise(seen[29:]) if a > 0)
+    assert seen[-1] == 0.0
 
 
-def test_start_is_longer_ahead_at_a_low_density_up_to_a_limit():
-    def most(density):
-        return max(Lookahead(0.9).at(step, density, 6000) for step in range(200))
+def test_lookahead_stays_within_its_limits_and_ignores_what_says_nothing():
+    lookahead = Lookahead()
+    lookahead.observe(1e9)
+    assert lookahead.value == 60.0
+    for nothing in (math.nan, math.inf, -math.inf):
+        lookahead.observe(nothing)
+    assert lookahead.value == 60.0
 
-    assert most(0.5) == 3.0 < most(0.1) < most(0.01) < most(0.001) < 60
-    assert most(1e-4) < 60
 
-
-def test_optimiser_without_momentum_has_no_start():
-    assert {Lookahead(0.0).at(step, 0.01, 600) for step in range(50)} == {0.0}
+def test_fixed_lookahead_stays():
+    lookahead = Lookahead(2.0)
+    lookahead.observe(5.0)
+    lookahead.restore(7.0)
+    assert lookahead.value == 2.0

@@ -11,7 +11,6 @@ from hvdx.costs.sizes import message_bytes
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
 from hvdx.strategies import StepInput, TensorSpec, Threshold, parse
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
-from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.warmup import START
 from hvdx.strategies.threshold.warmup import parse as parse_warmup
 from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all
@@ -40,11 +39,11 @@ def flat(arrays):
     return np.concatenate([np.ravel(a) for a in arrays])
 
 
-def steps_of(strategy, steps, update=update, momentum=0.9, finite=lambda rank, step: True):
+def steps_of(strategy, steps, update=update, finite=lambda rank, step: True):
     """Return a function that takes steps on one rank; it returns the result of each step, and the exchange."""
 
     def run(comm):
-        exchange = strategy.open(comm, SPECS, momentum)
+        exchange = strategy.open(comm, SPECS)
         got = [flat(exchange.step(update(comm.rank, t), finite(comm.rank, t))).copy() for t in range(steps)]
         return got, exchange
 
@@ -72,11 +71,11 @@ def test_updates_and_residuals_keep_their_sum(name, size):
     np.testing.assert_allclose(applied + residuals, wanted, atol=2e-6)
 
 
-def densities(strategy, steps, divides, state=None, momentum=0.9):
+def densities(strategy, steps, divides, state=None):
     """Return the density that the codec aims at in each step, and the exchange of rank 0."""
 
     def run(comm):
-        exchange = strategy.open(comm, SPECS, momentum)
+        exchange = strategy.open(comm, SPECS)
         if state is not None:
             exchange.load_state_dict(state)
         found = []
@@ -90,38 +89,23 @@ def densities(strategy, steps, divides, state=None, momentum=0.9):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
-def test_optimizers_that_divide_by_second_moments_have_a_warm_up(exchange, monkeypatch):
-    """Their updates are extrapolated further and further, unless tau is fixed."""
-    at, seen = Lookahead.at, set()
-
-    def noted(self, *arguments):
-        found = at(self, *arguments)
-        seen.add(found)
-        return found
-
-    monkeypatch.setattr(Lookahead, "at", noted)
-    density, usual = {"target_density": 0.01}, {3.0}
-    for options, divides, wanted in (
-        (density, True, usual | {4.0, 5.0, 6.0}),
-        (density, False, usual),
-        (density | {"warmup": "none"}, True, usual),
-        ({"tau": 0.01}, True, usual),
+@pytest.mark.parametrize("divides", [False, True])
+def test_density_falls_at_the_start_of_a_training(exchange, divides):
+    for options, wanted in (
+        ({"target_density": 0.01}, [parse_warmup("density:200").density(step, 0.01) for step in range(4)]),
+        ({"target_density": 0.01, "warmup": "none"}, [0.01] * 4),
+        ({"tau": 0.01}, [None] * 4),
     ):
-        seen.clear()
-        found, _ = densities(Threshold(exchange=exchange, **options), 4, divides)
-        assert found == [options.get("target_density")] * 4
-        assert seen == wanted
-    rmsprop = densities(Threshold(exchange=exchange, **density), 2, True, momentum=0.0)[0]
-    assert rmsprop == [parse_warmup("density:200").density(step, 0.01) for step in range(2)]
+        assert densities(Threshold(exchange=exchange, **options), 4, divides)[0] == wanted
 
 
 def test_warm_up_of_an_automatic_density_starts_at_an_eighth_and_resumes():
-    assert densities(Threshold(overhead=10.0), 1, divides=True)[0] == [INITIAL_DENSITY]
-    automatic = Threshold(overhead=10.0, warmup="density:200")
+    assert densities(Threshold(overhead=10.0, warmup="none"), 1, divides=True)[0] == [INITIAL_DENSITY]
+    automatic = Threshold(overhead=10.0)
     found, exchange = densities(automatic, 3, divides=True)
     assert found[0] == START
     assert densities(automatic, 1, True, exchange.state_dict())[0] == [float(exchange.encoder.arrays()["density"])]
-    fixed = Threshold(target_density=0.01, warmup="density:200")
+    fixed = Threshold(target_density=0.01)
     _, exchange = densities(fixed, 3, divides=True)
     wanted = parse_warmup("density:200").density(3, 0.01)
     assert densities(fixed, 1, True, exchange.state_dict())[0] == [wanted]
@@ -159,13 +143,6 @@ def test_lookahead_follows_its_formula():
         # Rounding may move an element across tau one step earlier or later.
         assert np.mean(np.abs(out - got[t]) > 1e-6) < 0.002
         before = u
-
-
-@pytest.mark.parametrize(("momentum", "lookahead"), [(0.0, 0.0), (0.5, 1 / 3), (0.9, 3.0), (0.99, 5.0), (1.0, 5.0)])
-def test_lookahead_follows_the_momentum(momentum, lookahead):
-    assert Threshold().lookahead_for(momentum).at(7) == pytest.approx(lookahead)
-    assert Threshold(lookahead=2.0).lookahead_for(momentum).at(7, 0.01, 600) == 2.0
-    assert Threshold(placement="gradient").lookahead_for(momentum).at(7, 0.01, 600) == 0.0
 
 
 def test_arrays_of_the_caller_are_free_after_a_step():
@@ -247,17 +224,17 @@ def restarted(strategy):
     """Return two functions of a rank that return its last four of ten steps: in one exchange, and in a restored one."""
 
     def straight(comm):
-        exchange = strategy.open(comm, SPECS, 0.9)
+        exchange = strategy.open(comm, SPECS)
         got = []
         for t in range(10):
             got.append(flat(exchange.step(update(comm.rank, t))).tobytes())
         return got[6:]
 
     def stopped(comm):
-        first = strategy.open(comm, SPECS, 0.9)
+        first = strategy.open(comm, SPECS)
         for t in range(6):
             first.step(update(comm.rank, t))
-        second = strategy.open(comm, SPECS, 0.9)
+        second = strategy.open(comm, SPECS)
         second.load_state_dict(first.state_dict())
         return [flat(second.step(update(comm.rank, t))).tobytes() for t in range(6, 10)]
 
@@ -299,7 +276,7 @@ def test_merged_residuals_keep_their_sum(before, after):
     saved = [exchange.state_dict() for _, exchange in on_all(before, steps_of(strategy, 5))]
 
     def restored(comm):
-        exchange = strategy.open(comm, SPECS, 0.9)
+        exchange = strategy.open(comm, SPECS)
         exchange.load_state_dict(strategy.merge(saved, comm.rank, comm.size))
         residuals = flat(exchange.residuals).astype(np.float64)
         exchange.step(update(comm.rank, 9))
@@ -360,8 +337,8 @@ def test_telemetry_counts_messages_and_headers():
         ({"lookahead": -1}, "from 0 to 1000"),
         ({"lookahead": 1, "placement": "gradient"}, "updates only"),
         ({"overhead": 0}, "share of a step"),
-        ({"warmup": "slowly"}, "'lookahead', 'density'"),
-        ({"warmup": "density:0"}, "'lookahead', 'density'"),
+        ({"warmup": "slowly"}, "'auto', 'none', or 'density'"),
+        ({"warmup": "density:0"}, "'auto', 'none', or 'density'"),
         ({"warmup": "workers:20"}, "'workers' was removed"),
         ({"warmup": "density:10", "tau": 0.1}, "tau is fixed"),
         ({"index_coding": "golomb"}, "index_coding"),
@@ -385,7 +362,7 @@ def test_one_line_spelling():
 
 def test_bytes_sent_are_near_the_entropy():
     specs = [TensorSpec("w", (200_000,), 4)]
-    strategy = Threshold(target_density=0.02)
+    strategy = Threshold(target_density=0.02, warmup="none")
 
     def run(comm):
         exchange = strategy.open(comm, specs)

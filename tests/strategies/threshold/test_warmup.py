@@ -20,22 +20,22 @@ def test_budget_falls_to_its_target_and_stays():
     assert shares[0] == 1.0
     assert shares[10:] == [0.1, 0.1]
     assert all(a > b for a, b in itertools.pairwise(shares[:11]))
-    assert [parse(text).overhead(0, 0.1) for text in ("auto", "none", "lookahead:5")] == [0.1, 0.1, 0.1]
+    assert [parse(text).overhead(0, 0.1) for text in ("auto", "none")] == [1.0, 0.1]
 
 
-def test_auto_depends_on_the_optimizer():
-    assert parse("auto").for_optimizer(divides=True) == Warmup("lookahead", DEFAULT_STEPS["lookahead"])
-    assert parse("auto").for_optimizer(divides=True, extrapolates=False) == Warmup("density", DEFAULT_STEPS["density"])
-    assert parse("auto").for_optimizer(divides=False) == Warmup()
-    assert parse("lookahead:5").for_optimizer(divides=False) == parse("lookahead:5")
+def test_auto_lowers_a_density_and_leaves_a_fixed_tau():
+    assert parse("auto") == parse("density") == parse("density:200") == Warmup(DEFAULT_STEPS)
+    assert parse("auto", tau=0.5) == parse("none") == Warmup()
+    with pytest.raises(ConfigError, match="lowers a density, and tau is fixed"):
+        parse("density:5", tau=0.5)
+
+
+def test_what_went_says_why():
+    with pytest.raises(ConfigError, match="warmup='lookahead' was removed: the lookahead now follows the lag"):
+        parse("lookahead:600")
 
 
 def test_spellings():
-    assert str(parse("auto")) == "auto"
-    assert parse("none") == Warmup()
-    for kind, steps in DEFAULT_STEPS.items():
-        assert parse(kind) == Warmup(kind, steps)
-    assert str(parse("lookahead:7")) == "lookahead:7"
     for wrong in (
         "",
         "none:3",

@@ -19,7 +19,6 @@ import numpy as np
 
 from hvdx import codec as codecs
 from hvdx.codec.base import Array, Decoder
-from hvdx.codec.tau import on_grid
 from hvdx.comm import Channel, clock
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies.host import NOT_FINITE
@@ -27,7 +26,7 @@ from hvdx.strategies.step import Arrived, Outgoing, Route
 from hvdx.strategies.threshold.lookahead import Lookahead
 from hvdx.strategies.threshold.noise import SummedSample, sums_of
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.shards import OWNER_LOOKAHEAD, Shards, owner_density
+from hvdx.strategies.threshold.shards import Shards, owner_density
 from hvdx.strategies.threshold.states import OWNER, OWNERS
 
 # Numbers that a rank sends to each other rank before the first phase: bytes for its shard, status, and the times in
@@ -37,8 +36,6 @@ _NUMBERS = 4
 T = TypeVar("T")
 # Steps between two samples of the gradients: each takes an all-reduce of its own.
 _SAMPLE_EVERY = 4
-# An owner raises its tau at once if a message has this many times the wanted entries.
-_TOO_MANY = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +72,6 @@ class ShardedRoute(Route):
         options: options of the strategy.
         channel: channel between the ranks.
         shards: the shards, the order in which the ranks' messages hold the elements.
-        lookahead: see `Threshold`.
         codec: codec of the ranks' first messages.
         ranks_per_message: number of ranks whose updates each message adds up.
     """
@@ -85,13 +81,12 @@ class ShardedRoute(Route):
         options: Options,
         channel: Channel,
         shards: Shards,
-        lookahead: Lookahead,
         codec: codecs.Threshold,
         ranks_per_message: int = 1,
     ):
         self._options, self._channel, self._shards, self._threads = options, channel, shards, codec.threads
         self._rank, self._size, self._per_message = channel.rank, channel.size, ranks_per_message
-        self._lookahead, self._density = OWNER_LOOKAHEAD * lookahead.usual, codec.target_density
+        self._lookahead, self._density = Lookahead(options.lookahead), codec.target_density
         self._sum = np.zeros(shards.shard_size, np.float32)
         self._out: list[np.ndarray] = []
         self._views: list[np.ndarray] = []
@@ -169,9 +164,8 @@ class ShardedRoute(Route):
         codec = self._owner_codec(self._density)
         work.timed("decoding", lambda: codec.decode_sum(got, [self._sum]))
         status, message = 0, np.zeros(0, np.uint8)
-        lookahead = self._lookahead if outgoing.sample is not None else 0.0
         try:
-            message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.tau, lookahead))
+            message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.tau))
         except UpdateError:
             status = NOT_FINITE
         received = self._channel.exchange([status], message)
@@ -192,22 +186,17 @@ class ShardedRoute(Route):
             messages=received.messages,
         )
 
-    def _encode_sum(self, codec: codecs.Threshold, least: float, lookahead: float) -> np.ndarray:
+    def _encode_sum(self, codec: codecs.Threshold, least: float) -> np.ndarray:
         """Encode this rank's shard of the sum.
 
         Args:
             codec: codec of the owner.
             least: tau of this rank's messages.
-            lookahead: see `Threshold`.
         """
-        if codec.target_density is not None:
-            # Entries are multiples of the ranks' taus. If there are fewer than the owner may send, a smaller tau would
-            # only make the multiples larger.
-            tau = max(self._owner.tau, np.float32(least)) if self._owner.found else np.float32(least)
-            self._owner = replace(self._owner, tau=tau, found=True)
-        message, self._owner = codec.encode([self._sum], self._owner, lookahead)
-        if codec.target_density is not None:
-            self._owner = _with_fewer_entries(self._owner, codec)
+        # Entries are multiples of the ranks' taus. If there are fewer than the owner may send, a smaller tau would only
+        # make the multiples larger.
+        message, self._owner = codec.encode([self._sum], self._owner, self._lookahead.value, least=least)
+        self._lookahead.observe(self._owner.lag)
         return message
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -216,7 +205,8 @@ class ShardedRoute(Route):
         return self._shards.embed(np.asarray(self._owner.residual), self._rank)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {OWNER + name: value for name, value in self._owner.arrays().items()} | {OWNERS: np.array(self._size)}
+        owner = self._owner.arrays() | {"lookahead": np.array(self._lookahead.value)}
+        return {OWNER + name: value for name, value in owner.items()} | {OWNERS: np.array(self._size)}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Restore a saved state, of this route or of one that gathers all messages."""
@@ -226,6 +216,7 @@ class ShardedRoute(Route):
         codec, sizes = self._owner_codec(self._density), [self._shards.shard_size]
         owner = {name.removeprefix(OWNER): value for name, value in state.items() if name.startswith(OWNER)}
         self._owner = codec.restore(owner, sizes) if OWNERS in state else codec.init(sizes)
+        self._lookahead.restore(float(owner.get("lookahead", 0.0)))
         return state
 
 
@@ -254,24 +245,6 @@ class _Work:
         else:
             self.decoding += seconds
         return result
-
-
-def _with_fewer_entries(owner: codecs.ThresholdState, codec: codecs.Threshold) -> codecs.ThresholdState:
-    """Return the state of an owner with a larger tau, if its last message had too many entries.
-
-    A sum starts at the tau of one rank, and settles at one that grows with the number of ranks. Up to four times the
-    wanted entries the codec raises tau by 2 % in a step, so an owner would send too much for a hundred steps.
-
-    Args:
-        owner: state of the owner's encoder.
-        codec: its codec, with a target density.
-    """
-    wanted, sent = max((codec.target_density or 0.0) * owner.residual.size, 1.0), owner.sent
-    if not _TOO_MANY * wanted < sent <= 4 * wanted:
-        return owner
-    # As the codec does above four times the wanted number: the density falls at least with the square of tau.
-    raised = on_grid(float(owner.tau) * (sent / wanted) ** 0.5, up=True)
-    return replace(owner, tau=max(owner.tau, raised), mean=min(owner.mean, wanted))
 
 
 def _blame(codec: Decoder, message: np.ndarray, shard_size: int, rank: int) -> None:

@@ -106,7 +106,7 @@ def test_step_is_skipped_by_all_if_one_owner_cannot_encode():
     strategy = Threshold(target_density=0.05, exchange="sharded")
 
     def run(comm):
-        exchange = strategy.open(comm, SPECS, 0.9)
+        exchange = strategy.open(comm, SPECS)
         encode, calls = exchange.route._encode_sum, []
 
         def refuse_once(*arguments):
@@ -154,7 +154,7 @@ def test_residuals_keep_their_sum_for_another_number_of_ranks_and_another_exchan
     saved = [exchange.state_dict() for exchange in ended]
 
     def restored(comm):
-        exchange = new.open(comm, SPECS, 0.9)
+        exchange = new.open(comm, SPECS)
         mine = saved[comm.rank] if before == after else old.merge(saved, comm.rank, comm.size)
         exchange.load_state_dict(mine)
         residuals = flat(exchange.residuals).astype(np.float64)
@@ -168,7 +168,7 @@ def test_residuals_keep_their_sum_for_another_number_of_ranks_and_another_exchan
 
 def test_moved_residuals_keep_their_sum():
     def run(comm):
-        exchange = Threshold(target_density=0.05, exchange="sharded").open(comm, SPECS, 0.9)
+        exchange = Threshold(target_density=0.05, exchange="sharded").open(comm, SPECS)
         for t in range(4):
             exchange.step(update(comm.rank, t))
         before = flat(exchange.residuals).copy()
@@ -190,7 +190,7 @@ def test_restore_refuses_shards_of_another_number_of_ranks():
 
 def test_damaged_message_of_an_owner_is_named():
     def run(comm):
-        exchange = Threshold(target_density=0.05, exchange="sharded").open(comm, SPECS, 0.9)
+        exchange = Threshold(target_density=0.05, exchange="sharded").open(comm, SPECS)
         exchange.step(update(comm.rank, 0))
         send = exchange.route.send
 
@@ -264,15 +264,19 @@ def test_noise_of_gradients_is_that_of_the_gathered_exchange():
     assert 1.5 < factors["sharded"] <= 2.0
 
 
-@pytest.mark.parametrize(("sample", "lookahead"), [(None, 0.0), ([np.ones(8, np.float16)], 1.5)])
-def test_owners_extrapolate_the_updates_of_adam_only(sample, lookahead):
-    """Adam and its relatives send a sample of their gradients; see ADR 23."""
+@pytest.mark.parametrize("lookahead", [None, 0.0])
+def test_owners_follow_the_lag_of_their_messages(lookahead):
+    """The lookahead of an owner is saved, and stays if that of the ranks is given."""
 
     def run(comm):
-        exchange = Threshold(target_density=0.01, exchange="sharded").open(comm, SPECS, momentum=0.9)
-        encode, seen = exchange.route._encode_sum, []
-        exchange.route._encode_sum = lambda *arguments: seen.append(arguments[-1]) or encode(*arguments)
-        exchange.take(StepInput(update(comm.rank, 0), sample=sample))
-        return seen[0]
+        strategy = Threshold(target_density=0.01, exchange="sharded", lookahead=lookahead, warmup="none")
+        first, second = (strategy.open(comm, SPECS) for _ in range(2))
+        for _ in range(9):
+            first.take(StepInput(update(comm.rank, 0)))
+        saved = first.state_dict()
+        second.load_state_dict(saved)
+        return float(saved["owner.lookahead"]), float(second.state_dict()["owner.lookahead"])
 
-    assert on_all(2, run) == [lookahead] * 2
+    for before, after in on_all(2, run):
+        assert before == after
+        assert (before > 0) is (lookahead is None)
