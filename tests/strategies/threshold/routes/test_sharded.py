@@ -52,7 +52,7 @@ def test_owner_with_few_entries_keeps_its_tau():
     specs = [TensorSpec("w", (100_000,), 4)]
 
     def run(comm):
-        exchange = Threshold(target_density=0.01, exchange="sharded", lookahead=0).open(comm, specs)
+        exchange = Threshold(target_density=0.01, exchange="sharded", lookahead=0, warmup="none").open(comm, specs)
         for t in range(20):
             sparse = np.zeros(100_000, np.float32)
             # The same elements on all ranks: more than a rank may send, and fewer than an owner may.
