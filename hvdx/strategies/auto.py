@@ -99,7 +99,7 @@ class Auto(Strategy):
         chosen, reason = self.decide(situation, kernel_threads(comm.local_size))
         if isinstance(chosen, Threshold) and not updates:
             chosen = Threshold(placement="gradient", overhead=chosen.overhead)
-            reason += f" This optimiser has no updates, so its gradients are compressed: {chosen}."
+            reason += f" The updates of this optimiser cannot be compressed, so its gradients are: {chosen}."
         return chosen, reason
 
     def decide(self, situation: Situation, threads: int | None = None) -> tuple[Strategy, str]:

@@ -273,11 +273,19 @@ def test_layers_frozen_between_fits_keep_their_residual():
         assert [len(variables) for _, variables in open_now.values()] == [4]
 
 
-def test_optimizers_that_compute_weights_train_under_auto(monkeypatch):
+def test_optimizers_whose_updates_cannot_be_compressed_are_refused():
+    for make, remedy in ((keras.optimizers.Ftrl, "placement='gradient'"), (keras.optimizers.Lion, "such as AdamW")):
+        with pytest.raises(ConfigError, match=f"optimizer {make.__name__}: .*{remedy}"):
+            hvd.DistributedOptimizer(make(0.1), strategy="threshold")
+    hvd.DistributedOptimizer(keras.optimizers.Lion(0.1), strategy="threshold:placement=gradient")
+
+
+@pytest.mark.parametrize("make", [lambda: keras.optimizers.Ftrl(0.1), lambda: keras.optimizers.Lion(0.01)])
+def test_optimizers_whose_updates_cannot_be_compressed_train_under_auto(make, monkeypatch):
     if hvdx.size() == 1:
         return
     monkeypatch.setattr(hvdx.Auto, "decide", lambda self, *measured: (hvdx.Threshold(), "made up"))
-    model = network(keras.optimizers.Ftrl(0.1))
+    model = network(make())
     callback, _ = fit(model, "auto")
     assert_identical(model.weights)
     assert callback.strategy.placement == "gradient"

@@ -67,7 +67,7 @@ class HostAdapter(Adapter):
         self._optimizer = weakref.ref(inner)
         self.rank_local = strategy.rank_local_state
         if self.rank_local:
-            updates.check_kind(inner)
+            updates.check_kind(inner, strategy.placement)
         # One optimiser may train several lists of variables; freezing some of them makes another list.
         self._open: _Open = {}
         before = _remembered.get(inner)

@@ -16,26 +16,40 @@ from hvdx.keras.types import Gradient, Variable
 _ASSIGN_WEIGHTS = ("Ftrl", "ScheduleFreeAdamW")
 
 
-def check_kind(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuse an optimiser whose updates `Threshold` cannot combine.
+def check_kind(optimizer: keras.optimizers.Optimizer, placement: str) -> None:
+    """Refuse an optimiser whose updates cannot be combined.
 
     Args:
         optimizer: Keras optimiser, not a loss-scale optimiser.
+        placement: that of the strategy; with "update" the updates are compressed.
 
     Raises:
-        ConfigError: if the optimiser computes weights from its state, and no updates; or if its updates are signs.
+        ConfigError: if the optimiser computes weights from its state, and no updates, or if they are signs.
     """
-    if any(cls.__name__ == "Lion" for cls in type(optimizer).__mro__):
-        # docs/benchmarks/README.md: at best 2.50 in place of 2.31, and 2.42 alone.
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__}: its updates are signs, all of one size, so a threshold cannot tell "
-            "which matter, and a worker alone trains better. Use AllReduce(), or another optimizer such as AdamW."
-        )
+    why = _obstacle(optimizer)
+    if why and (placement == "update" or assigns_weights(optimizer)):
+        raise ConfigError(f"optimizer {type(optimizer).__name__}: {why}")
+
+
+def combines(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether `Threshold` can combine the updates of an optimiser."""
+    return not _obstacle(optimizer)
+
+
+def _obstacle(optimizer: keras.optimizers.Optimizer) -> str:
+    """Return why `Threshold` cannot combine the updates of an optimiser, and the remedy; "" if it can."""
     if assigns_weights(optimizer):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__}: it computes weights from its own state, so it has no updates to "
-            "combine. Use AllReduce(), or Threshold(placement='gradient')."
+        return (
+            "it computes weights from its own state, so it has no updates to combine. Use AllReduce(), or "
+            "Threshold(placement='gradient')."
         )
+    if any(cls.__name__ == "Lion" for cls in type(optimizer).__mro__):
+        # ADR 54: at best a loss of 2.50, where a worker alone has 2.42 and all-reduce 2.31.
+        return (
+            "its updates are signs, all of one size, so a threshold cannot tell which matter, and a worker alone "
+            "trains better. Use AllReduce(), or another optimizer such as AdamW."
+        )
+    return ""
 
 
 def assigns_weights(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -241,7 +241,7 @@ class Attachment(Part):
         """Replace a provisional strategy by its successor. Collective."""
         all_gather_at(self._comm, "the choice of a strategy")
         self._recording.before_switch()
-        have_updates = not any(updates.assigns_weights(innermost(o)) for o in optimizers_of(self.model))
+        have_updates = all(updates.combines(innermost(o)) for o in optimizers_of(self.model))
         self._continue_with(self.strategy.successor(exchanges, self._comm, have_updates))
         self._recording.switch(repr(self.strategy))
 
