@@ -68,7 +68,7 @@ def _call_all() -> None:
         tiles = encode([update], np.zeros_like(values), runs, threads=1).tiles
         decode([(tiles, runs)], 1.0, [np.zeros_like(values)], threads=1)
         encode([np.where(values, np.float32(np.nan), values)], np.zeros_like(values), runs, threads=1)
-        sample([update], np.zeros_like(values), 1, 0)
+        sample([update], np.zeros_like(values), np.arange(2))
 
 
 def check(update: Sequence[Float32Array], runs: Runs, threads: int | None = None) -> int:
@@ -187,33 +187,33 @@ def encode(
     return Encoded(tiles, total, -1)
 
 
-def sample(update: Sequence[Float32Array], residual: Float32Array, every: int, at: int) -> Float32Array:
-    """Copy the elements of every `every`-th line of LINE neighbours, and those of the residual.
+def sample(update: Sequence[Float32Array], residual: Float32Array, lines: Int64Array) -> Float32Array:
+    """Copy some lines of LINE neighbours, and those of the residual.
 
     Args:
         update: contiguous float32 arrays, read as one vector of n elements.
         residual: float32[n].
-        every, at: lines are numbered from 0; those with number % every == at are copied.
+        lines: int64[lines], numbers of lines, increasing. The last one may have fewer elements.
 
     Returns:
         float32[2, elements]: elements of the update, and of the residual.
 
     Raises:
         TypeError: if an array is not float32.
-        ValueError: if an array is not contiguous or has another size.
+        ValueError: if an array is not contiguous or has another size, or if there is no such line.
 
     Example:
-        >>> sample([np.arange(50, dtype=np.float32)], np.zeros(50, np.float32), every=3, at=0)[0, 14:18]
+        >>> sample([np.arange(50, dtype=np.float32)], np.zeros(50, np.float32), np.array([0, 3]))[0, 14:]
         array([14., 15., 48., 49.], dtype=float32)
     """
     arrays = locate(update, "update")
     n = int(arrays[:, SIZE].sum())
     if locate([residual], "residual")[0, SIZE] != n:
         raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
-    out = np.empty((2, sampled(n, every, at)), np.float32)
+    out = np.empty((2, sampled(n, lines)), np.float32)
     if out.size:
         whole = Runs(np.array([n]), np.ones(1, np.float32))
-        cpu_scan.sample(pieces(arrays, whole), residual.reshape(-1), every, at, out)
+        cpu_scan.sample(pieces(arrays, whole), residual.reshape(-1), lines, out)
     return out
 
 

@@ -252,12 +252,13 @@ def find_fault(begin, end, pieces, limits, scale):
 
 
 @entry
-def sample(pieces, residual, every, at, out):
-    """Copy the elements of a sample, and those of the residual; see `cpu.sample`."""
+def sample(pieces, residual, lines, out):
+    """Copy the elements of some lines, and those of the residual; see `cpu.sample`."""
     n, taken = residual.size, _i64(0)
-    for line in range(at, -(-n // LINE), every):
-        p = piece_of(pieces, LINE * line)
-        for element in range(LINE * line, min(LINE * line + LINE, n)):
+    for i in range(lines.size):
+        first = LINE * lines[i]
+        p = piece_of(pieces, first)
+        for element in range(first, min(first + LINE, n)):
             while element >= pieces[p, 1]:
                 p += 1
             out[0, taken] = simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0]))

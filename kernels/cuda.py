@@ -76,7 +76,7 @@ KERNELS = {
         cuda_encode.accumulate,
         (_TABLE, int64[::1], *[float32[::1]] * 2, uint32[::1], int64[::1], float32, float32),
     ),
-    "sample": (cuda_encode.sample, (_TABLE, float32[::1], int64, int64, float32[:, ::1])),
+    "sample": (cuda_encode.sample, (_TABLE, float32[::1], int64[::1], float32[:, ::1])),
     "subtract": (cuda_encode.subtract, (float32[::1], float32[::1])),
     "count": (cuda_encode.count, (uint32[::1], int64[::1], int64[::1], int64, int64)),
     "plan_tiles": (cuda_encode.plan_tiles, (*[int64[::1]] * 7, _TABLE, int64[::1], *[int64] * 5)),
@@ -377,13 +377,13 @@ def check(update: Sequence[object], runs: Runs, stream: StreamLike = None) -> in
     return -1 if fault == NO_FAULT else fault
 
 
-def sample(update: Sequence[object], residual: object, every: int, at: int, stream: StreamLike = None) -> Float32Array:
-    """Copy the elements of every `every`-th line of LINE neighbours, and those of the residual.
+def sample(update: Sequence[object], residual: object, lines: Int64Array, stream: StreamLike = None) -> Float32Array:
+    """Copy some lines of LINE neighbours, and those of the residual.
 
     Args:
         update: C-contiguous float32 arrays on the GPU, read as one vector of n elements.
         residual: float32[n] on the GPU.
-        every, at: see `cpu.sample`.
+        lines: int64[lines] in host memory; see `cpu.sample`.
         stream: see the module.
 
     Returns:
@@ -391,20 +391,20 @@ def sample(update: Sequence[object], residual: object, every: int, at: int, stre
 
     Raises:
         TypeError: if an array is not on a GPU or not float32.
-        ValueError: if an array is not contiguous or has another size.
+        ValueError: if an array is not contiguous or has another size, or if there is no such line.
     """
     stream = as_stream(stream)
     where, n = _locate(update, "update", stream)
     residual = _check_array(residual, "residual", stream)
     if residual.size != n:
         raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
-    count = sampled(n, every, at)
+    count = sampled(n, lines)
     if not count:
         return np.zeros((2, 0), np.float32)
     out = _device_array((2, count), np.float32, stream)
     whole = Runs(np.array([n]), np.ones(1, np.float32))
     cuda_encode.sample[_grid(count), cuda_encode.THREADS, stream](
-        cuda.to_device(pieces(where, whole), stream), residual, every, at, out
+        cuda.to_device(pieces(where, whole), stream), residual, cuda.to_device(lines, stream), out
     )
     return to_host(out, stream)
 

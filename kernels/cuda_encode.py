@@ -233,10 +233,10 @@ def accumulate(pieces, ends, taus, residual, masks, summary, factor, back):
 
 
 @cuda.jit
-def sample(pieces, residual, every, at, out):
-    """Copy the elements of a sample, and those of the residual; see `cpu.sample`."""
+def sample(pieces, residual, lines, out):
+    """Copy the elements of some lines, and those of the residual; see `cpu.sample`."""
     for i in range(cuda.grid(1), out.shape[1], cuda.gridsize(1)):
-        element = (at + np.int64(i) // LINE * every) * LINE + i % LINE
+        element = lines[i // LINE] * LINE + i % LINE
         out[0, i] = load(address_of(pieces, element))
         out[1, i] = residual[element]
 

@@ -90,10 +90,10 @@ def encode(
     return Encoded(tiles, sent, -1)
 
 
-def sample(update: Sequence[Float32Array], residual: Float32Array, every: int, at: int) -> Float32Array:
-    """Copy a sample of an update and of a residual, float32[2, elements]; see `cpu.sample`."""
+def sample(update: Sequence[Float32Array], residual: Float32Array, lines: Int64Array) -> Float32Array:
+    """Copy some lines of an update and of a residual, float32[2, elements]; see `cpu.sample`."""
     both = np.stack([vector(update), residual])
-    return both[:, np.arange(both.shape[1]) // LINE % every == at]
+    return both[:, np.isin(np.arange(both.shape[1]) // LINE, lines)]
 
 
 def vector(arrays: Sequence[Float32Array]) -> Float32Array:

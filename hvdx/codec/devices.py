@@ -55,9 +55,9 @@ class Host:
         """Return one element of an array, read as a vector."""
         return np.float32(np.asarray(array).reshape(-1)[element])
 
-    def sample(self, update: Sequence[Array], residual: Array, every: int, at: int, stream: object) -> np.ndarray:
+    def sample(self, update: Sequence[Array], residual: Array, lines: np.ndarray, stream: object) -> np.ndarray:
         """Return a sample of an update and of the residual, float32[2, elements]; see `cpu.sample`."""
-        return cpu.sample(cast(HostArrays, update), cast(Float32Array, residual), every, at)
+        return cpu.sample(cast(HostArrays, update), cast(Float32Array, residual), lines)
 
     def workspace(self, n: int, part: int = 0) -> cpu.Workspace:
         """Return scratch memory for `encode`, whose tiles then have entries of one part of `part` elements each."""
@@ -174,9 +174,9 @@ class Gpu:
         self._cuda.subtract(values, out)
 
     @_there
-    def sample(self, update: Sequence[Array], residual: Array, every: int, at: int, stream: object) -> np.ndarray:
+    def sample(self, update: Sequence[Array], residual: Array, lines: np.ndarray, stream: object) -> np.ndarray:
         """Return a sample of an update and of the residual, float32[2, elements]; see `cpu.sample`."""
-        return self._cuda.sample(update, residual, every, at, stream)
+        return self._cuda.sample(update, residual, lines, stream)
 
     def workspace(self, n: int, part: int = 0) -> "cuda.Scratch":
         """Return scratch memory for `encode`, which writes tiles without regard to parts."""

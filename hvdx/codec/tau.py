@@ -1,5 +1,7 @@
 """Search for the threshold tau that sends a given density of the elements: the quantile of a sample of each update."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from hvdx.kernels.tiles import LINE
@@ -13,22 +15,43 @@ _MOST_EQUAL = 1.5
 # Bits of tau that are zero, so that its multiples are exact in float32 up to 16 times tau. With 8 such bits, the first
 # updates of Adam, whose sizes differ by less than 2**-15, would be equal.
 _UNUSED = np.uint32(0xF)
+# Odd factors of a multiplicative hash: 2**32 times the golden ratio, and another.
+_SCATTER = 0x9E3779B1, 0x85EBCA77
 _LEAST, _MOST = np.float32(2.0**-126), np.float32(2.0**126)
 
 
-def spacing(n: int, density: float | None) -> int:
-    """Return k for a sample of every k-th line of n elements. It is odd, as the lengths of rows seldom are.
+def lines(n: int, density: float | None, step: int) -> np.ndarray:
+    """Return the lines of a sample of n elements: one at a scattered place in each of some equal parts, all if few.
+
+    Lines at equal distances would meet rows, layers or shards of such a length always at the same place.
 
     Args:
         n: number of elements.
         density: share of the elements to send; None if the sample is for the lag only.
+        step: number of the update, each of which gets other lines.
+
+    Returns:
+        int64[lines], increasing.
 
     Example:
-        >>> spacing(10_000, 0.01), spacing(10**6, 0.01), spacing(10**6, 0.0001)
-        (3, 245, 7)
+        >>> lines(100, 0.01, 0), len(lines(10**6, 0.01, 0)), len(lines(10**6, 0.001, 0))
+        (array([0, 1, 2, 3, 4, 5, 6]), 256, 2000)
     """
+    whole = -(-n // LINE)
     wanted = max(_ELEMENTS, min(_REACHING / density, _MOST_ELEMENTS)) if density else _ELEMENTS
-    return int(-(-n // LINE) // (wanted / LINE)) // 2 * 2 + 1 if n > 2 * wanted else 1
+    parts = int(wanted / LINE)
+    if whole < 2 * parts:
+        return np.arange(whole)
+    borders = np.arange(parts + 1) * whole // parts
+    places = (np.arange(parts) * _SCATTER[0] + step * _SCATTER[1]) % 2**32
+    return np.asarray(borders[:-1] + (places * np.diff(borders) >> 32))
+
+
+def all_lines(n: int) -> Iterator[np.ndarray]:
+    """Yield the lines of n elements, in parts of at most 2**20 elements."""
+    whole, each = -(-n // LINE), 2**20 // LINE
+    for begin in range(0, whole, each):
+        yield np.arange(begin, min(begin + each, whole))
 
 
 def of_sample(sums: np.ndarray, density: float) -> np.float32 | None:

@@ -381,11 +381,10 @@ class Threshold(Codec[ThresholdState]):
         self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object, least: float
     ) -> ThresholdState:
         """Return the state with the tau and the lag that a sample of the update gives."""
-        every = tau.spacing(state.residual.size, self.target_density)
-        # Other lines in each step; all of them, one sample after another, to find the first tau.
-        lines = range(state.step, state.step + (1 if state.found else every))
-        for at in lines:
-            values, residual = self._device.sample(update, state.residual, every, at % every, stream)
+        n = state.residual.size
+        # All of them, one large sample after another, to find the first tau.
+        for lines in [tau.lines(n, self.target_density, state.step)] if state.found else tau.all_lines(n):
+            values, residual = self._device.sample(update, state.residual, lines, stream)
             if values.any():
                 break
         else:
@@ -404,10 +403,10 @@ class Threshold(Codec[ThresholdState]):
         self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object
     ) -> np.float32:
         """Return a tau of which the largest finite element is no large multiple."""
-        every, largest = tau.spacing(state.residual.size, self.target_density), 0.0
+        largest = 0.0
         with np.errstate(all="ignore"):
-            for at in range(every):
-                values, _ = self._device.sample(update, state.residual, every, at, stream)
+            for lines in tau.all_lines(state.residual.size):
+                values, _ = self._device.sample(update, state.residual, lines, stream)
                 sizes = np.abs(values * factors(lookahead)[0])
                 largest = max(largest, float(sizes[np.isfinite(sizes)].max(initial=0)))
         return max(state.tau, np.float32(largest * tau.SPAN))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdx.codec import Threshold
-from hvdx.codec.tau import of_sample, spacing
+from hvdx.codec.tau import lines, of_sample
 from hvdx.errors import UpdateError
 from hvdx.kernels import reference
 from hvdx.kernels.tiles import sampled
@@ -56,14 +56,22 @@ def test_tau_of_equal_elements_sends_none():
 
 
 @fixed
-@given(st.integers(1, 10**9), st.floats(1e-6, 0.5))
-def test_samples_hold_enough_of_the_elements(n, density):
+@given(st.integers(1, 10**9), st.floats(1e-6, 0.5), st.integers(0, 10**6))
+def test_samples_hold_enough_of_the_elements(n, density, step):
     """They hold 16 elements that reach tau, unless that takes more than 2**17 elements, or than there are."""
-    every = spacing(n, density)
-    assert every == 1 or every % 2
-    least = sampled(n, every, every - 1)
-    assert least >= min(n, max(2048, min(16 / density, 2**16))) - 16
-    assert sum(sampled(n, every, at) for at in range(min(every, 10**4))) == n or every > 10**4
+    chosen = lines(n, density, step)
+    assert sampled(n, chosen) >= min(n, max(2048, min(16 / density, 2**16))) - 16
+    assert (np.diff(chosen) > 0).all()
+
+
+@pytest.mark.parametrize("period", [977, 2048, 7812, 7824])
+def test_samples_see_what_repeats(period):
+    """Large elements at one place of each row are seen by their share, whatever the length of the rows."""
+    n = 2_000_000
+    sizes = np.where(np.arange(n) % period < period // 10, np.float32(2), np.float32(1))
+    seen = [np.mean(reference.sample([sizes], sizes, lines(n, 0.01, step))[0] > 1) for step in range(12)]
+    assert np.mean(seen) == pytest.approx(0.1, rel=0.15)
+    assert max(seen) < 0.2
 
 
 def test_first_updates_of_adam_are_sent():

@@ -54,9 +54,9 @@ def test_cpu_refuses_arrays(array, error, text):
     with pytest.raises(error, match=text):
         cpu.check([array], RUNS)
     with pytest.raises(error, match=text):
-        cpu.sample([array], floats(), 1, 0)
+        cpu.sample([array], floats(), np.arange(1))
     with pytest.raises(error, match=text):
-        cpu.sample([floats()], array, 1, 0)
+        cpu.sample([floats()], array, np.arange(1))
 
 
 def test_cpu_refuses_read_only_outputs():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdx.kernels import cpu, reference
-from hvdx.kernels.tiles import Layout, Runs
+from hvdx.kernels.tiles import LINE, Layout, Runs
 from tests.kernels.agreement import check_encoded, encode_like_reference, same_bits, sent_by
 from tests.kernels.strategies import (
     LAYOUTS,
@@ -213,9 +213,12 @@ def test_encode_takes_arrays_of_any_shape():
 @fixed
 @given(cases(), st.integers(1, 7), st.integers(0, 9))
 def test_sample_copies_lines(case, every, at):
-    residual = np.arange(case.vector.size, dtype=np.float32)
-    got = cpu.sample(case.update, residual, every, at % every)
-    assert same_bits(got, reference.sample(case.update, residual, every, at % every))
+    n = case.vector.size
+    residual, lines = np.arange(n, dtype=np.float32), np.arange(at % every, -(-n // LINE), every)
+    got = cpu.sample(case.update, residual, lines)
+    assert same_bits(got, reference.sample(case.update, residual, lines))
+    with pytest.raises(ValueError, match="lines: expected numbers from 0 below"):
+        cpu.sample(case.update, residual, np.array([n]))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])

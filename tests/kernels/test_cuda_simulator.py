@@ -238,8 +238,9 @@ class TestSimulator:
         update, residual = make_case(500, 0.2, 12, more=0.5)
         update[:3] = np.inf, np.nan, 1e-45
         arrays = split(update, 70, 0, 100)
-        got = kernels.sample([on_device(a) for a in arrays], on_device(residual), 3, 1)
-        np.testing.assert_array_equal(got, cpu.sample(arrays, residual, 3, 1))
+        lines = np.array([0, 3, 4, 31])
+        got = kernels.sample([on_device(a) for a in arrays], on_device(residual), lines)
+        np.testing.assert_array_equal(got, cpu.sample(arrays, residual, lines))
 
     @pytest.mark.parametrize(("arrays", "runs", "messages"), [(1, 1, 1), (30, 5, 7)])
     def test_launches_and_copies_do_not_grow(self, monkeypatch, arrays, runs, messages):
