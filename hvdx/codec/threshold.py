@@ -42,8 +42,8 @@ class ThresholdState(State):
         residual: float32[n] on the codec's device, the part of past updates that has not been sent.
         tau: threshold for the next update.
         found: False while a codec with a target density has no tau yet.
-        lag: by how many updates like the last what was sent before it is behind: <residual, update> / <update, update>
-            in a sample. NaN if the sample does not move.
+        lag: delay of the messages before the last update u, in units of u: <residual, u> / <u, u> in a sample. NaN if u
+            is zero there.
         step: number of updates encoded.
         sent: number of entries in the last message.
         device: device of the arrays, with its kernels.

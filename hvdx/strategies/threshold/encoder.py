@@ -118,7 +118,7 @@ class ThresholdEncoder(Encoder):
         self._n, self._rank = sum(s.elements for s in specs), comm.world_ranks[comm.rank]
         # Median of the thresholds in the last step.
         self._tau, self._warned = 0.0, False
-        self._warmup, self._step = options.start, 0
+        self._step = 0
         # Entries of each of the last steps with entries of this rank; whether there is nobody to learn from.
         self._entries: list[int] = []
         self._alone, self._starved = comm.size == 1, False
@@ -158,11 +158,11 @@ class ThresholdEncoder(Encoder):
         """Return the codec of a step, the same on all ranks."""
         density = self._density
         if self._control is not None:
-            if step == 0 and self._warmup.steps:
+            if step == 0 and self.options.start.steps:
                 density = self._density = START
                 self._control.restore(START)
         elif density is not None:
-            density = self._warmup.density(step, density)
+            density = self.options.start.density(step, density)
         if density != self.codec.target_density:
             self.codec = self._make_codec(density)
         return self.codec
@@ -251,7 +251,7 @@ class ThresholdEncoder(Encoder):
     def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
         # The same on all ranks, those included that sent nothing.
         if self._control is not None and self.codec.target_density == self._control.density:
-            overhead = self._warmup.overhead(self._step, self.options.overhead)
+            overhead = self.options.start.overhead(self._step, self.options.overhead)
             self._control.observe(computing, costs, overhead)
             self._density = self._control.density
 

@@ -9,8 +9,8 @@ _RATE, _SHRINK, _MOST = 0.2, 0.5, 60.0
 class Lookahead:
     """Lookahead of an encoder: fixed, or such that what a rank has sent is neither behind its updates nor ahead.
 
-    The residual is the sum of a rank's updates less what it has sent. Its projection on an update is the lag: by how
-    many updates like this one what was sent is behind. The lookahead rises with the lag, and falls where updates turn
+    The residual is the sum of a rank's updates less what it has sent. Its projection on an update is the lag: the
+    delay of the messages, in units of this update. The lookahead rises with the lag, and falls where updates turn
     round, before it could amplify them. No property of the optimiser enters, and ranks may have different lookaheads.
 
     Args:

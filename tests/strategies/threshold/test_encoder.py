@@ -34,7 +34,7 @@ def test_samples_of_an_unknown_kind_are_refused(encoder):
 
 
 def test_lookahead_follows_the_lag_and_is_saved():
-    """Updates of one direction, of which most wait: what is sent is ahead of their sum, and not many steps behind."""
+    """Most elements of updates that drift wait, and the messages stay less than three steps behind."""
     options, random = Threshold(target_density=0.05, warmup="none").options, np.random.default_rng(0)
     encoder, behind = ThresholdEncoder(options, LocalComm(), [TensorSpec("a", (4000,), 4)]), []
     drift = random.normal(size=4000)
