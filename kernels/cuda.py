@@ -423,6 +423,12 @@ def zeros(n: int) -> DeviceArray:
     return clear(_device_array(n, np.float32))
 
 
+def copy(values: object, out: object) -> None:
+    """Copy a float32 array on the GPU to another one, and wait for it."""
+    as_device(out).copy_to_device(as_device(values))
+    cuda.synchronize()
+
+
 def subtract(values: object, out: object, stream: StreamLike = None) -> None:
     """Subtract a float32 array on the GPU from another one."""
     _each(cuda_encode.subtract, values, out, stream)

@@ -169,6 +169,11 @@ class Gpu:
         self._cuda.as_device(out).copy_to_device(values)
 
     @_there
+    def copy(self, values: Array, out: Array) -> None:
+        """Copy an array on the GPU to another one."""
+        self._cuda.copy(values, out)
+
+    @_there
     def subtract(self, values: Array, out: Array) -> None:
         """Subtract an array on the GPU from another one."""
         self._cuda.subtract(values, out)

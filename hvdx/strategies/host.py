@@ -106,10 +106,12 @@ class HostExchange(Exchange["Array"]):
         network: link between the ranks, if the exchange has measured it; otherwise None.
         period: number of steps that each rank should take alone until the next exchange, the same on all ranks. Above 1
             only for strategies that `may_wait`.
+        unsent_share: factor of `unsent` in what it will add to the mean of the ranks; 0 if nothing remains unsent.
     """
 
     network: Link | None = None
     period: int = 1
+    unsent_share: float = 0.0
 
     def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry):
         self.specs, self._counters = list(specs), telemetry
@@ -200,6 +202,17 @@ class HostExchange(Exchange["Array"]):
 
     def renew(self) -> None:
         """Discard a session that an exception ended. Some ranks may not have begun the session. Collective."""
+
+    def unsent(self, allocate: "Callable[[int], Array] | None" = None) -> "Sequence[Array]":
+        """Return the updates of this rank that its messages do not hold yet; the next step overwrites them.
+
+        Args:
+            allocate: on a GPU, see `StepInput`.
+
+        Returns:
+            float32 arrays of the shapes of the specs; on a GPU one array of all elements.
+        """
+        return self.residuals
 
     @property
     def residuals(self) -> list[np.ndarray]:

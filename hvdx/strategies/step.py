@@ -7,7 +7,7 @@ another exchange. If one rank has NaN, all ranks skip the step, and their residu
 """
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,6 +58,9 @@ class DeviceArrays(Protocol):
 
     def assign(self, values: np.ndarray, out: "Array") -> None:
         """Copy a host array to an array of the device."""
+
+    def copy(self, values: "Array", out: "Array") -> None:
+        """Copy an array to another one."""
 
     def subtract(self, values: "Array", out: "Array") -> None:
         """Subtract an array from another one."""
@@ -158,6 +161,10 @@ class Encoder(abc.ABC):
     @abc.abstractmethod
     def read_residual(self) -> np.ndarray:
         """Return the residual in host memory, float32[elements], in the order of the elements of the tensors."""
+
+    def unsent(self, allocate: "Callable[[int], Array] | None") -> "Array":
+        """Return the residual on the encoder's device, float32[elements]; see `HostExchange.unsent`."""
+        return self.read_residual()
 
     @abc.abstractmethod
     def write_residual(self, values: np.ndarray) -> None:
@@ -422,10 +429,8 @@ class MessageExchange(HostExchange):
             self._out = [(step.step_input.allocate or self._device.zeros)(self._n)]
             self._flat = self._device.view(self._out[0])
         if arrived is not None:
-            ranks = self._comm.size * self._per_message
-            scale = 1.0 / ranks * self.encoder.correction(ranks)
             with self._naming():
-                arrived.add_to(self._results if on_host else [self._flat], scale, on_host)
+                arrived.add_to(self._results if on_host else [self._flat], self.unsent_share, on_host)
         elif on_host:
             for result in self._results:
                 result.fill(0)
@@ -472,6 +477,15 @@ class MessageExchange(HostExchange):
         )
 
     # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def unsent_share(self) -> float:  # type: ignore[override]
+        ranks = self._comm.size * self._per_message
+        return 1.0 / ranks * self.encoder.correction(ranks)
+
+    def unsent(self, allocate: "Callable[[int], Array] | None" = None) -> "Sequence[Array]":
+        residual = self.encoder.unsent(allocate)
+        return [residual] if self._device is not None else views(np.asarray(residual), self.specs)
 
     @property
     def residuals(self) -> list[np.ndarray]:

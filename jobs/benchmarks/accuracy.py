@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from hvdx.strategies import AllReduce, Strategy
-    from hvdx.strategies.host import HostExchange
+    from hvdx.strategies import AllReduce, Strategy, Threshold
 
 Batch = tuple[np.ndarray, np.ndarray]
 Step = Callable[[Sequence[Batch]], None]
@@ -271,7 +270,8 @@ def host_step(network: "keras.Model", strategy: "Strategy", workers: int) -> tup
     for optimizer in own:
         optimizer.build(variables)
     pool = ThreadPoolExecutor(workers)
-    exchanges = list(pool.map(lambda c: strategy.open(c, specs), virtual_world(workers)))
+    threshold = cast("Threshold", strategy)
+    exchanges = list(pool.map(lambda c: threshold.open(c, specs), virtual_world(workers)))
 
     corrects = strategy.second_moments == "mean" and second_moments.divides(own[0])
 
@@ -290,23 +290,49 @@ def host_step(network: "keras.Model", strategy: "Strategy", workers: int) -> tup
 
     updates = [make_update(optimizer) for optimizer in own]
     rank_local = strategy.placement == "update"
+    period = threshold.period if isinstance(threshold.period, int) else 1
+    # Sums of each worker's updates since the last exchange, and their number of steps.
+    apart = [[np.zeros(v.shape, np.float32) for v in variables] for _ in own]
+    since = 0
+
+    def take(rank: int, batch: Batch) -> Tensors:
+        """Take a worker's step from its own weights; return a sample of its second moments."""
+        # The workers share the variables.
+        shared = [v.numpy() for v in variables] if rank_local else []
+        share = exchanges[rank].unsent_share if period == 1 else 0.0
+        unsent = [share * np.asarray(u) for u in exchanges[rank].unsent()]
+        for variable, weight, mine, rest in zip(variables, shared, apart[rank], unsent, strict=False):
+            variable.assign(weight + mine + rest)
+        tensors, sample = gradients(*batch), list[tf.Tensor]()
+        if rank_local:
+            tensors, sample = updates[rank](tensors)
+        for variable, weight in zip(variables, shared, strict=False):
+            variable.assign(weight)
+        for total, tensor in zip(apart[rank], tensors, strict=True):
+            np.add(total, tensor.numpy(), out=total)
+        return sample
 
     def step(batches: Sequence[Batch]) -> None:
-        found: list[tuple[Tensors, Tensors]] = [(gradients(x, y), []) for x, y in batches]
-        if rank_local:
-            found = [update(tensors) for update, (tensors, _) in zip(updates, found, strict=True)]
+        nonlocal since
+        samples = [take(rank, batch) for rank, batch in enumerate(batches)]
+        since += 1
+        if since < period:
+            return
         inputs = [
-            StepInput([np.asarray(t) for t in one], sample=[np.asarray(s) for s in sample] or None)
-            for one, sample in found
+            StepInput(tensors, sample=[np.asarray(s) for s in sample] or None, steps=since)
+            for tensors, sample in zip(apart, samples, strict=True)
         ]
         (combined, *_) = list(pool.map(lambda e, i: e.take(i), exchanges, inputs))
+        since = 0
+        for total in (total for totals in apart for total in totals):
+            total[:] = 0
         if rank_local:
             for variable, change in zip(variables, combined, strict=True):
                 variable.assign_add(change)
         else:
             network.optimizer.apply([tf.constant(c) for c in combined], variables)
 
-    return step, lambda: float(np.mean([cast("HostExchange", e).telemetry.messages for e in exchanges]))
+    return step, lambda: float(np.mean([e.telemetry.messages for e in exchanges]))
 
 
 # -- the table ----------------------------------------------------------------------------------------------------

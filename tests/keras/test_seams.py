@@ -270,6 +270,19 @@ def check_drop_read_ahead():
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
+def check_on_assign():
+    seen, variable = [], keras.Variable(np.ones(2, np.float32))
+    layers.on_assign(variable, lambda: seen.append(variable.numpy().tolist()))
+    for change in (variable.assign, variable.assign_add, variable.assign_sub):
+        change([3.0, 4.0])
+    assert seen == [[1, 1], [3, 4], [6, 8]]
+    assert variable.numpy().tolist() == [3, 4]
+    variable.constraint = keras.constraints.NonNeg()
+    keras.optimizers.SGD(1.0).apply([tf.constant([4.0, 4.0])], [variable])
+    assert (len(seen), variable.numpy().tolist()) == (4, [0, 0])
+    layers.on_assign(tf.Variable(1.0), seen.clear)
+
+
 def check_layers_of():
     outer = keras.Sequential([keras.Input((3,)), small()])
     assert {"inner", outer.name} <= {layer.name for layer in models.layers_of(outer)}

@@ -128,6 +128,7 @@ def test_adam_takes_the_steps_of_the_mean_gradient(second_moments, power):
         gradients = random.normal(size=(hvdx.size(), 40, 50)).astype(np.float32)
         distributed.apply([tf.constant(gradients[hvdx.rank()])], [mine])
         reference.apply([tf.constant(gradients.mean(axis=0))], [whole])
+    hvd.flush(distributed)
     ratio = np.linalg.norm(mine.numpy()) / np.linalg.norm(whole.numpy())
     assert ratio == pytest.approx(hvdx.size() ** power, rel=0.1)
     assert_identical([mine])

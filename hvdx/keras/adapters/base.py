@@ -292,6 +292,9 @@ class Adapter:
     def drain(self) -> None:
         """Prepare for a checkpoint in mid-epoch, without a change to the later steps if possible. Collective."""
 
+    def go_on(self) -> None:
+        """Continue the training after `drain`."""
+
     @property
     def state_key(self) -> str:
         """Kind of the state; an adapter can resume only from a state with the same key."""

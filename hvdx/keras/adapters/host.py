@@ -1,5 +1,6 @@
 """Adapter for strategies that combine arrays on the host, between two parts of the graph."""
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -358,10 +359,7 @@ def on_gpu(
     # In the simulator, the variables and the arrays of the "GPU" are in host memory.
     device = device_of(variables[0]) or "CPU:0"
 
-    def zeros(n: int) -> tf.Tensor:
-        # A constant could be shared; this memory belongs to nobody else.
-        with tf.device(device):
-            return tf.raw_ops.Empty(shape=[n], dtype=tf.float32, init=True)
+    zeros = functools.partial(_zeros, device=device)
 
     def work(bad: tf.Tensor, count: tf.Tensor, update: tf.Tensor, *sample: tf.Tensor) -> npt.ArrayLike:
         (result,) = step(int(bad), int(count), [update], [s.numpy() for s in sample], zeros)
@@ -372,11 +370,37 @@ def on_gpu(
         # One tensor is copied to the host instead of many.
         joined = [tf.concat(list(sample), 0)] if sample else []
     counts = [tf.cast(n, tf.int64) for n in numbers]
-    result = on_device(work, [*counts, flat, *joined], tf.float32, device)
-    sizes = [math.prod(tuple(v.shape)) for v in variables]
+    return _split(on_device(work, [*counts, flat, *joined], tf.float32, device), variables)
+
+
+def unsent_on_gpu(exchange: Callable[[], HostExchange], variables: Sequence[Variable]) -> list[tf.Tensor]:
+    """Return the tensors of `HostExchange.unsent` on the GPU of some variables, by an operation of the graph.
+
+    Args:
+        exchange: function that returns the exchange when the operation runs.
+        variables: variables of the exchange.
+    """
+    device = device_of(variables[0]) or "CPU:0"
+
+    def work(_: tf.Tensor) -> npt.ArrayLike:
+        (result,) = exchange().unsent(functools.partial(_zeros, device=device))
+        return cast("npt.ArrayLike", result)
+
+    return _split(on_device(work, [tf.constant(0, tf.int64)], tf.float32, device), variables)
+
+
+def _zeros(n: int, device: str) -> tf.Tensor:
+    # A constant could be shared; this memory belongs to nobody else.
     with tf.device(device):
-        result.set_shape([sum(sizes)])
-        parts = tf.split(result, sizes)
+        return tf.raw_ops.Empty(shape=[n], dtype=tf.float32, init=True)
+
+
+def _split(flat: tf.Tensor, variables: Sequence[Variable]) -> list[tf.Tensor]:
+    """Return the parts of a vector of all elements, one of the shape of each variable."""
+    sizes = [math.prod(tuple(v.shape)) for v in variables]
+    with tf.device(flat.device):
+        flat.set_shape([sum(sizes)])
+        parts = tf.split(flat, sizes)
         return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]
 
 

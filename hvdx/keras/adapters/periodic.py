@@ -1,35 +1,42 @@
 """Adapter for strategies on the host in which each rank may take several steps alone between two exchanges."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.host_graph import on_host, wait_for
+from hvdx.errors import HvdxError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints, device_of
-from hvdx.keras.adapters.host import HostAdapter
-from hvdx.keras.seams.layers import raw_variable
+from hvdx.keras.adapters.host import HostAdapter, unsent_on_gpu
+from hvdx.keras.seams.layers import on_assign, raw_variable
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
-from hvdx.strategies import Strategy
+from hvdx.strategies import HostExchange, Strategy
 from hvdx.strategies.base import agree_on_steps
 
 
 class PeriodicAdapter(HostAdapter):
     """Adapter that exchanges what a rank has added to its weights in a period, whose length the exchange chooses.
 
-    In a period of one step the update of the step is exchanged, as by `HostAdapter`. In a longer one each rank's
-    optimiser changes its own weights. At the end all ranks continue with the weights from before the period and the
-    combined change, so their weights are the same after each exchange.
+    Between two exchanges, each rank's optimiser changes its own weights. After an exchange all ranks have the same
+    shared weights, to which the combined changes were added. In periods of one step, a rank goes on from these plus its
+    share of what its messages do not hold yet: its optimiser then sees the effect of all its updates. `flush` returns
+    to the shared weights.
 
-    Split layers have periods of one step.
+    Split layers are exchanged in each step.
 
     Args:
         strategy, comm, optimizer, name, gain: see `HostAdapter`.
+
+    Source: step-ahead error feedback, Xu et al. 2021 (arXiv:2008.05823).
     """
 
     def __init__(
@@ -38,6 +45,8 @@ class PeriodicAdapter(HostAdapter):
         super().__init__(strategy, comm, optimizer, name, gain)
         # Periods by the `id` of each variable, as open exchanges.
         self._periods: dict[tuple[int, ...], _Period] = {}
+        # Periods to which `go_on` is to return.
+        self._drained: list[_Period] = []
 
     def apply(
         self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
@@ -48,7 +57,8 @@ class PeriodicAdapter(HostAdapter):
             return
         period, gradients, first_bad = self._period_of(variables), self._gradients, self._first_bad
         self._gradients = []
-        wanted = self._weighed(updates.updates_of(optimizer, step, variables))
+        with period.in_step():
+            wanted = self._weighed(updates.updates_of(optimizer, step, variables))
         period.expect(self._sample_sizes(optimizer, gradients, variables))
 
         def sample() -> Sequence[tf.Tensor]:
@@ -56,9 +66,8 @@ class PeriodicAdapter(HostAdapter):
             return self._sample(optimizer, gradients, variables)
 
         def only() -> tf.Tensor:
-            self._exchange_updates(wanted, first_bad, variables, sample())
-            period.restart(self._wanted(variables))
-            return tf.constant(True)
+            period.hold()
+            return self._advance(period, [tf.convert_to_tensor(u) for u in wanted], first_bad, sample())
 
         def first() -> tf.Tensor:
             period.begin(wanted)
@@ -78,55 +87,98 @@ class PeriodicAdapter(HostAdapter):
         tf.switch_case(period.place, [only, first, between, last])
 
     def _end(self, period: "_Period", sample: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Exchange the changes of a period, and begin another one."""
-        changes, variables = period.changes(), period.variables
-        combined = self._call(
-            changes, period.first_bad, variables, copy_results=False, sample=sample, steps=period.since
-        )
+        """Exchange the changes of a period of several steps, and begin another one."""
+        return self._advance(period, period.changes(), period.first_bad, sample, steps=period.since)
+
+    def _advance(
+        self,
+        period: "_Period",
+        changes: Sequence[tf.Tensor],
+        first_bad: int | tf.Tensor,
+        sample: Sequence[tf.Tensor],
+        steps: int | tf.Tensor = 1,
+    ) -> tf.Tensor:
+        """Exchange changes of the weights, set the weights to the result, and begin another period."""
+        variables = period.variables
+        combined = self._call(list(changes), first_bad, variables, copy_results=False, sample=sample, steps=steps)
         # The next step of the exchange overwrites the arrays of these tensors.
-        wait_for(period.advance(combined))
-        period.restart(self._wanted(variables, written=True))
+        wait_for(period.add(combined))
+        share, unsent = self._unsent(variables)
+        wait_for(period.go_on(share, unsent))
+        period.restart(self._wanted(variables, steps))
         return tf.constant(True)
 
-    def _wanted(self, variables: Sequence[Variable], written: bool = False) -> tf.Tensor:
-        """Return the length of the next period, which the last exchange has chosen; see `chosen_period`."""
+    def _unsent(self, variables: Sequence[Variable]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Return the share of what the messages of this rank do not hold yet in the mean, a factor, and that itself."""
         # TensorFlow keeps `ask` until the process ends; see `HostAdapter._call`.
         key, adapter_ref = tuple(id(v) for v in variables), weakref.ref(self)
 
-        def ask() -> list[np.int64]:
+        def exchange() -> HostExchange:
             adapter = adapter_ref()
-            return [np.int64(1 if adapter is None else adapter.chosen_period(key, written))]
+            if adapter is None:
+                raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
+            return adapter.open_for(key)
 
-        (length,) = on_host(ask, [], [tf.int64])
+        there = self._on_device(variables)
+
+        def ask() -> list[npt.ArrayLike]:
+            opened = exchange()
+            # A period of several steps begins from the shared weights, from which its changes are measured.
+            share = opened.unsent_share if opened.period == 1 else 0.0
+            return [np.float32(share), *([] if there else opened.unsent())]
+
+        share, *unsent = on_host(ask, [], [tf.float32] * (1 if there else 1 + len(variables)), copy_results=False)
+        share.set_shape(())
+        for tensor, variable in zip(unsent, () if there else variables, strict=True):
+            tensor.set_shape(variable.shape)
+        return share, unsent_on_gpu(exchange, variables) if there else unsent
+
+    def open_for(self, key: tuple[int, ...]) -> HostExchange:
+        """Return the open exchange of some variables, given the `id` of each."""
+        return self._open[key][0]
+
+    def _wanted(self, variables: Sequence[Variable], steps: int | tf.Tensor) -> tf.Tensor:
+        """Return the length of the next period, which the last exchange has chosen."""
+        key, adapter_ref = tuple(id(v) for v in variables), weakref.ref(self)
+
+        def ask(steps: np.ndarray) -> list[np.int64]:
+            adapter = adapter_ref()
+            if adapter is None:
+                return [np.int64(1)]
+            exchange = adapter.open_for(key)
+            # Writing of the weights is cost: without an exchange, the optimiser would have written them.
+            if steps > 1:
+                exchange.applied()
+            return [np.int64(exchange.period)]
+
+        (length,) = on_host(ask, [tf.cast(steps, tf.int64)], [tf.int64])
         length.set_shape(())
         return length
-
-    def chosen_period(self, key: tuple[int, ...], written: bool) -> int:
-        """Return the length of the next period of some variables.
-
-        Args:
-            key: the `id` of each variable.
-            written: whether the last exchange has cost passes over the weights, besides an addition as in each step.
-        """
-        exchange, _ = self._open[key]
-        if written:
-            exchange.applied()
-        return exchange.period
 
     def _period_of(self, variables: Sequence[Variable]) -> "_Period":
         key = tuple(id(v) for v in variables)
         if key not in self._periods:
-            with tf.init_scope():
-                self._periods[key] = _Period(variables)
+            # Variables that are made in `tf.init_scope` count as made by the function that is being traced, which
+            # TensorFlow then traces once more. Another thread has no graph.
+            with ThreadPoolExecutor(1) as thread:
+                self._periods[key] = thread.submit(self._make_period, variables).result()
         return self._periods[key]
+
+    def _make_period(self, variables: Sequence[Variable]) -> "_Period":
+        made, mine = _Period(variables), {id(v) for v in variables}
+        # Each of two lists would restore its own weights of a variable that is in both.
+        for other in (p for p in self._periods.values() if mine & {id(v) for v in p.variables}):
+            for period in (other, made):
+                period.stay()
+        return made
 
     def rank_local_variables(self, now: bool = True) -> list[Variable]:
         """Return the optimiser's state, and in mid-period the weights."""
-        apart = [v for p in self._periods.values() if int(p.since.numpy()) for v in p.variables] if now else []
+        apart = [v for p in self._periods.values() if p.is_apart for v in p.variables] if now else []
         return super().rank_local_variables(now) + apart
 
     def flush(self) -> None:
-        """End the periods of all lists of variables.
+        """End the periods of all lists of variables, and return to the shared weights.
 
         Raises:
             ReplicaError: on all ranks, if they have taken different numbers of steps.
@@ -136,28 +188,53 @@ class PeriodicAdapter(HostAdapter):
                 # A sample of zeros does not change the estimate of the noise.
                 self._end(period, [tf.zeros(size) for size in period.samples])
                 apply_constraints(period.variables)
+            period.settle()
 
     def drain(self) -> None:
         """End the periods: a checkpoint holds the weights of all ranks."""
+        apart = [period for period in self._periods.values() if period.goes_ahead]
         self.flush()
+        self._drained = apart
+
+    def go_on(self) -> None:
+        for period in self._drained:
+            wait_for(period.resume(*self._unsent(period.variables)))
+        self._drained = []
+
+    def begin_epoch(self) -> None:
+        self.go_on()
 
     def renew(self) -> None:
         for period in self._periods.values():
-            period.restart(period.length)
+            period.renew()
 
     def reopen(self, variables: Sequence[Variable]) -> None:
         self.renew()
         super().reopen(variables)
 
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return the state of the exchange, with an entry "ahead" if `go_on` leaves the shared weights."""
+        return super().state_dict() | ({"ahead": np.ones((), np.int8)} if self._drained else {})
+
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         super().load_state_dict(state)
         exchange, variables = self._latest()
         assert exchange is not None
-        self._period_of(variables).length.assign(exchange.period)
+        period = self._period_of(variables)
+        period.length.assign(exchange.period)
+        self._drained = [period] if "ahead" in state else []
+
+
+# Number of exchanges from which the weights are not the shared ones.
+_APART = 2
 
 
 class _Period:
-    """Steps since the last exchange of some variables.
+    """Steps since the last exchange of some variables, and the shared weights.
+
+    After an exchange the weights are the shared ones plus a share of what is unsent, but not if the script writes
+    weights itself, as clipping in `train_step` and constraints do: that would be lost. Such a write is found when it is
+    traced, or by weights that have changed between the first exchange after a flush and the next.
 
     Args:
         variables: the variables.
@@ -175,16 +252,102 @@ class _Period:
             self.length = tf.Variable(1, dtype=tf.int64, trainable=False)
             self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.first_bad = tf.Variable(-1, dtype=tf.int32, trainable=False)
+            # Exchanges since the last flush, at most _APART; the weights are the shared ones before _APART of them.
+            self._exchanges = tf.Variable(0, dtype=tf.int32, trainable=False)
+            self._moves = tf.Variable(True, trainable=False)
         self.samples: list[int] = []
-        # Weights at the begin of the period. They take no memory before the first period of several steps.
+        # Shared weights. They take no memory before the first exchange.
         self._base = [_empty(v) for v in variables]
+        self._in_step = False
+        # Keras keeps a variable as long as its model, and so what the variable holds.
+        mine = weakref.ref(self)
+        for variable in variables:
+            on_assign(variable, lambda: (lambda period: None if period is None else period.note_write())(mine()))
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Enclose a step of the optimiser, whose assignments are its own."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def note_write(self) -> None:
+        """Note that the script is about to write one of the weights."""
+        if self._in_step:
+            return
+        if tf.executing_eagerly():
+            self.settle()
+        else:
+            with tf.init_scope():
+                self.stay()
+
+    def stay(self) -> None:
+        """Keep to the shared weights from here on."""
+        self.settle()
+        self._moves.assign(False)
+
+    @property
+    def is_apart(self) -> bool:
+        """True if the weights of this rank are not the shared ones."""
+        return bool(self.since.numpy()) or self.goes_ahead
+
+    @property
+    def goes_ahead(self) -> bool:
+        """True if the weights are the shared ones and a share of what is unsent."""
+        return bool(self._exchanges.numpy() == _APART)
+
+    def settle(self) -> None:
+        """Return to the shared weights, after an exchange. Not in a graph."""
+        if self.goes_ahead:
+            self._return()
+
+    def resume(self, share: tf.Tensor, unsent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Undo `settle`, if the script does not write weights; see `go_on`. Not in a graph."""
+        self._keep()
+        self._exchanges.assign(_APART)
+        return self.go_on(share, unsent)
+
+    def _keep(self) -> tf.Tensor:
+        for base, variable in zip(self._base, self.variables, strict=True):
+            # The variables share one array until the weights move to another, so nothing is copied.
+            base.assign(tf.convert_to_tensor(variable))
+        return tf.constant(True)
+
+    def _return(self) -> tf.Tensor:
+        for variable, base in zip(self.variables, self._base, strict=True):
+            raw_variable(variable).assign(tf.ensure_shape(tf.convert_to_tensor(base), variable.shape))
+        with tf.device("CPU:0"):
+            self._exchanges.assign(0)
+        return tf.constant(True)
+
+    def renew(self) -> None:
+        """Prepare for new weights."""
+        self.restart(self.length)
+        self._exchanges.assign(0)
+
+    def hold(self) -> None:
+        """Keep the weights as the shared ones, if they are."""
+
+        def check() -> tf.Tensor:
+            alike = [
+                tf.reduce_all(tf.equal(tf.convert_to_tensor(v), tf.ensure_shape(tf.convert_to_tensor(base), v.shape)))
+                for v, base in zip(self.variables, self._base, strict=True)
+            ]
+            with tf.device("CPU:0"):
+                self._moves.assign(tf.logical_and(self._moves, tf.reduce_all(tf.stack(alike))))
+            return self._keep()
+
+        tf.switch_case(self._exchanges.read_value(), [self._keep, check, lambda: tf.constant(True)])
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Record the number of elements of each array of a sample."""
         self.samples = list(sizes)
 
     def begin(self, changes: Sequence[Gradient]) -> None:
-        """Keep the weights, and add the updates of the first step of the period to them."""
+        """Keep the shared weights, and add the updates of the first step of the period to them."""
+        tf.cond(tf.equal(self._exchanges, _APART), self._return, lambda: tf.constant(True))
         for base, variable, change in zip(self._base, self.variables, changes, strict=True):
             before = tf.convert_to_tensor(variable)
             # The variables share one array until the weights move to another, so nothing is copied.
@@ -214,14 +377,22 @@ class _Period:
             for v, base in zip(self.variables, self._base, strict=True)
         ]
 
-    def advance(self, combined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Set the weights to those at the begin plus a change, and return tensors that are computed after that."""
+    def add(self, combined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Add a change to the shared weights, and return tensors that are computed after that."""
         # In place, since the weights from before are in use nowhere else.
-        moved = updates.add(self._base, combined)
-        return [
-            raw_variable(v).assign(tf.ensure_shape(base, v.shape))
-            for v, base in zip(self.variables, moved, strict=True)
-        ]
+        return updates.add(self._base, combined)
+
+    def go_on(self, share: tf.Tensor, unsent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Set the weights to the shared ones plus a share of what is unsent; return tensors computed after that."""
+        with tf.device("CPU:0"):
+            before = self._exchanges.read_value()
+            share = share * tf.cast(tf.logical_and(self._moves, before > 0), share.dtype)
+            self._exchanges.assign(tf.where(self._moves, tf.minimum(before + 1, _APART), 0))
+        moved = []
+        for variable, base, rest in zip(self.variables, self._base, unsent, strict=True):
+            shared = tf.ensure_shape(tf.convert_to_tensor(base), variable.shape)
+            moved.append(raw_variable(variable).assign(shared + tf.cast(share * rest, shared.dtype)))
+        return moved
 
     def restart(self, length: tf.Tensor) -> None:
         """Begin another period of some steps."""

@@ -344,14 +344,15 @@ class Checkpoint(Part):
         )
 
     def _save(self, position: Position) -> None:
-        for optimizer in optimizers_of(self.model):
-            adapter = adapter_of(optimizer)
-            if adapter is not None:
-                adapter.drain() if position.step else adapter.before_saving()
+        adapters = [adapter for o in optimizers_of(self.model) if (adapter := adapter_of(o)) is not None]
+        for adapter in adapters:
+            adapter.drain() if position.step else adapter.before_saving()
         state.add_up(self.model, self._comm)
         self._steps, self._saved_at, self._last = 0, time.monotonic(), position
         assert self._writer is not None
         self._writer.start(position, snapshot(self.model, self._comm, self._data(position), bool(position.step)))
+        for adapter in adapters:
+            adapter.go_on()
 
     @property
     def _steps_an_epoch(self) -> int | None:

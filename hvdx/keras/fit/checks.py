@@ -49,8 +49,12 @@ class Checks(Part):
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Check the weights if that is due."""
         if isinstance(self._every, int) and (batch + 1) % self._every == 0:
+            for adapter in self._attachment.adapters:
+                adapter.drain()
             self._attachment.rejoin()
             self._check(f"after step {batch + 1} of epoch {self._counting.epoch + 1}")
+            for adapter in self._attachment.adapters:
+                adapter.go_on()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Check the weights; if `every` is None, only whether they are finite."""

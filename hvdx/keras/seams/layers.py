@@ -7,7 +7,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from hvdx.keras.seams.replacing import Method
+from hvdx.keras.seams.replacing import Method, override
 from hvdx.keras.types import Store, Variable
 
 #: Class of the variables that layers and optimisers make. `keras.Variable` derives from it; in Keras 3.6, variables of
@@ -21,6 +21,20 @@ def raw_variable(variable: Variable) -> tf.Variable:
     Relies on: `Variable._value`.
     """
     return variable._value if isinstance(variable, KerasVariable) else variable
+
+
+def on_assign(variable: Variable, function: Callable[[], object]) -> None:
+    """Make a Keras variable call a function before it is assigned; do nothing with a plain `tf.Variable`.
+
+    Relies on: `Variable.assign_add` and `assign_sub` call `assign`; Keras applies constraints by it.
+    """
+
+    def assign(_: Variable, original: Method, value: object) -> object:
+        function()
+        return original(value)
+
+    if isinstance(variable, KerasVariable):
+        override(variable, "assign", assign)
 
 
 class CombinedBatchNormalization(keras.layers.BatchNormalization):

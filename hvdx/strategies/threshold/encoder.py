@@ -1,6 +1,6 @@
 """Encoder of the threshold strategy: the residual, the density of each step, and the correction for noise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -265,6 +265,13 @@ class ThresholdEncoder(Encoder):
     def read_residual(self) -> np.ndarray:
         residual = self.state.residual if self.device is None else self.device.fetch(self.state.residual)
         return self._order.to_vector(np.asarray(residual))
+
+    def unsent(self, allocate: Callable[[int], Array] | None) -> Array:
+        if self.device is None:
+            return self.read_residual()
+        out = (allocate or self.device.zeros)(self._n)
+        self.device.copy(self.state.residual, self.device.view(out))
+        return out
 
     def write_residual(self, values: np.ndarray) -> None:
         if self.device is None:

@@ -207,6 +207,14 @@ class HostsExchange(HostExchange):
     # -- state --------------------------------------------------------------------------------------------------------
 
     @property
+    def unsent_share(self) -> float:  # type: ignore[override]
+        return self.inner.unsent_share
+
+    def unsent(self, allocate: object = None) -> list[np.ndarray]:
+        """Return what this rank's piece of the host's sum still holds, and zeros elsewhere."""
+        return views(self._whole(np.asarray(self.inner.encoder.unsent(None))), self.specs)
+
+    @property
     def residuals(self) -> list[np.ndarray]:
         """Share of this rank in its host's residual: that of its piece, and zeros elsewhere."""
         return views(self._whole(np.concatenate([np.ravel(r) for r in self.inner.residuals])), self.specs)

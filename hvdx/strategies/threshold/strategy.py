@@ -160,8 +160,7 @@ class Threshold(Strategy):
         if self.asynchronous:
             self._refuse_synchronous_options()
             self.placement = "weights"
-        chosen = self.period == "auto" and target_density == "auto"
-        self.may_wait = self.placement == "update" and (chosen or self.period not in ("auto", 1))
+        self.may_wait = self.placement == "update"
         if self.period not in ("auto", 1) and not self.may_wait:
             raise ConfigError(
                 f"threshold: period={self.period}: expected 1 with placement='gradient' and with max_staleness='inf'. "
@@ -192,6 +191,7 @@ class Threshold(Strategy):
     @property
     def options(self) -> Options:
         """The options of exchanges as one value."""
+        waits = self.may_wait and (self.period != "auto" or self.target_density == "auto")
         return Options(
             tau=self.tau,
             target_density=self.target_density,
@@ -199,7 +199,7 @@ class Threshold(Strategy):
             lookahead=0.0 if self.placement == "gradient" else self.lookahead,
             asynchronous=self.asynchronous,
             overhead=self.overhead,
-            period=self.period if self.may_wait else 1,
+            period=self.period if waits else 1,
             exchange=self.exchange,
             local=self.local,
             index_coding=self.index_coding,

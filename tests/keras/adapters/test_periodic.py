@@ -232,11 +232,94 @@ def test_nothing_is_lost_and_shared_weights_have_equal_bits(size, period, optimi
         np.testing.assert_allclose(size * shared[0][-1] + residuals, wanted, atol=1e-4)
 
 
-def test_training_goes_on_from_a_checkpoint_in_mid_period_with_the_same_bits():
+# -- the share of what is unsent --------------------------------------------------------------------------------------
+
+
+def test_each_rank_goes_on_from_the_shared_weights_and_its_share_of_what_is_unsent():
+    gradients = np.random.default_rng(4).normal(size=(2, 9, 40))
+
+    def run(comm):
+        weights, adapter = steps_of(comm, hvdx.Threshold(target_density=0.1), gradients, flush=False)
+        owed = adapter.exchange.unsent_share * adapter.exchange.unsent()[0]
+        assert adapter.rank_local_variables()
+        adapter.flush()
+        assert not adapter.rank_local_variables()
+        return weights, owed, adapter.variables[0].numpy()
+
+    (first, mine, shared), (second, others, again) = on_all(2, run)
+    np.testing.assert_array_equal(shared, again)
+    # The first step after a flush shows whether the script writes weights itself.
+    np.testing.assert_array_equal(first[0], second[0])
+    assert not np.array_equal(first[1], second[1])
+    np.testing.assert_array_equal(first[-1], shared + mine.astype(np.float32))
+    # All updates of a rank are in its own weights, and half of them is in the mean.
+    np.testing.assert_allclose(shared + mine + others, -gradients.sum(axis=(0, 1)) / 2, atol=1e-4)
+
+
+def clip(weight):
+    weight.assign(keras.ops.clip(weight, -0.1, 0.1))
+
+
+@pytest.mark.parametrize("where", ["eagerly", "in a graph", "before the step", "a constraint", "once"])
+def test_weights_that_the_script_writes_stay_written_and_the_same_on_all_ranks(where):
+    gradients = np.random.default_rng(5).normal(size=(2, 12, 40)).astype(np.float32)
+
+    def run(comm):
+        weight, optimizer = keras.Variable(np.full(40, 0.5, np.float32)), keras.optimizers.SGD(0.1)
+        optimizer.build([weight])
+        adapter = attach(optimizer, hvdx.Threshold(target_density=0.1, warmup="none"), "adapters", comm=comm)
+        if where == "a constraint":
+            weight.constraint = lambda w: keras.ops.clip(w, -0.1, 0.1)
+
+        def step(gradient):
+            if where == "before the step":
+                clip(weight)
+            optimizer.apply([gradient], [weight])
+            if where in ("eagerly", "in a graph"):
+                clip(weight)
+
+        taken = step if where in ("eagerly", "once") else tf.function(step)
+        for number, gradient in enumerate(gradients[comm.rank]):
+            taken(tf.constant(gradient))
+            if where == "once" and number == 6:
+                weight.assign(np.full(40, 5.0))
+        adapter.flush()
+        return weight.numpy()
+
+    first, second = on_all(2, run)
+    np.testing.assert_array_equal(first, second)
+    if where == "once":
+        assert np.abs(first - 5).max() < 1
+    else:
+        # The last update comes after "before the step".
+        assert np.abs(first).max() <= (0.1 if where != "before the step" else 0.4)
+
+
+def test_no_update_of_a_variable_in_two_lists_is_lost():
+    gradients = np.random.default_rng(6).normal(size=(2, 12, 40)).astype(np.float32)
+
+    def run(comm):
+        shared, other = (keras.Variable(np.zeros(40, np.float32)) for _ in range(2))
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build([shared, other])
+        adapter = attach(optimizer, hvdx.Threshold(target_density=0.1, warmup="none"), "adapters", comm=comm)
+        for number, gradient in enumerate(map(tf.constant, gradients[comm.rank])):
+            both = number > 3 and number % 2
+            optimizer.apply([gradient] * (1 + both), [shared, other][: 1 + both])
+        adapter.flush()
+        return shared.numpy(), sum(exchange.unsent()[0] for exchange, _ in adapter._open.values())
+
+    (first, mine), (second, others) = on_all(2, run)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(2 * first + mine + others, -0.1 * gradients.sum(axis=(0, 1)), atol=1e-5)
+
+
+@pytest.mark.parametrize("period", [1, 4])
+def test_training_goes_on_from_a_checkpoint_in_mid_epoch_with_the_same_bits(period):
     gradients = np.random.default_rng(1).normal(size=(2, 12, 40))
 
     def run(comm):
-        strategy = hvdx.Threshold(target_density=0.1, period=4)
+        strategy = hvdx.Threshold(target_density=0.1, period=period)
         weight, optimizer = keras.Variable(np.zeros(40, np.float32)), keras.optimizers.SGD(0.1)
         adapter, resumed = attach(optimizer, strategy, "adapters", comm=comm), []
         for step, gradient in enumerate(gradients[comm.rank]):
@@ -248,7 +331,13 @@ def test_training_goes_on_from_a_checkpoint_in_mid_period_with_the_same_bits():
                 into = attach(other, strategy, "adapters", comm=comm)
                 into.reopen([copy])
                 into.load_state_dict(adapter.state_dict())
+                adapter.go_on()
+                into.prepare_broadcast()
+                into.begin_epoch()
                 resumed.append((copy, other))
+        if period == 1:  # a longer period would end with the checkpoint
+            straight, _ = steps_of(comm, strategy, gradients, flush=False, optimizer=keras.optimizers.SGD(0.1))
+            np.testing.assert_array_equal(weight.numpy(), straight[-1])
         return weight.numpy(), resumed[0][0].numpy()
 
     for whole, resumed in on_all(2, run):
