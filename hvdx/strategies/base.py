@@ -75,8 +75,9 @@ class Strategy(abc.ABC):
         dedicated: number of ranks that only serve the others, by `serve`.
         counts_samples: whether the adapter needs the number of samples in each step.
         weighs: whether the ranks are combined in a mean, in which a rank weighs as many samples as it has.
-        may_wait: whether ranks may take several steps alone between two exchanges, as many as `HostExchange.period`
-            says; only on the host, under the placement "update".
+        may_wait: whether a rank may have weights of its own between two exchanges: it takes as many steps alone as
+            `HostExchange.period` says, and sees its `HostExchange.unsent`. Only on the host, under the placement
+            "update".
         provisional: whether `successor` replaces the strategy after some steps.
         persists_between_fits: whether the state of an exchange is kept from one fit to the next.
         survives: whether the ranks can go on without one that dies; see `Comm.complete`.

@@ -98,9 +98,9 @@ def test_hosts_send_one_update_for_all_their_workers():
     assert dense.sent == pytest.approx(3 * (11349 / 2 + 32), rel=1e-3)
     assert dense.memory["residual"] == alone.memory["residual"] / 2
     slow = change(workers=8, per_host=2, machine=dataclasses.replace(PLAIN, memory=1e9))
-    # Passes over a million elements: half to shared memory, sum of two; and the result, see `predict`.
+    # Passes over a million elements: half to shared memory, sum of two; the result, and a rank's own weights.
     added = Threshold(target_density=0.01).predict(slow).terms["copying"]
-    assert added == pytest.approx(1e6 * (8 + 4 + 4 + 2) / 1e9)
+    assert added == pytest.approx(1e6 * (8 + 4 + 4 + 2 + 20) / 1e9)
     for other in (change(workers=8, per_host=8), change(workers=8, per_host=3), change(workers=8)):
         assert Threshold(target_density=0.01).predict(other) == Threshold(target_density=0.01, local="none").predict(
             other

@@ -48,11 +48,17 @@ class PeriodicAdapter(HostAdapter):
         # Periods to which `go_on` is to return.
         self._drained: list[_Period] = []
 
+    def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        # Keras decays the weights next, and an update may depend on them: those are the shared weights.
+        if not _are_split(self.variables):
+            self._period_of(self.variables).enter()
+        return super().gradients(gradients)
+
     def apply(
         self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
     ) -> None:
         """Take the optimiser's step; exchange its updates, or at the end of a longer period the sum of them."""
-        if any(part_of(v) is not None for v in variables):
+        if _are_split(variables):
             super().apply(optimizer, step, variables)
             return
         period, gradients, first_bad = self._period_of(variables), self._gradients, self._first_bad
@@ -66,7 +72,7 @@ class PeriodicAdapter(HostAdapter):
             return self._sample(optimizer, gradients, variables)
 
         def only() -> tf.Tensor:
-            period.hold()
+            period.keep()
             return self._advance(period, [tf.convert_to_tensor(u) for u in wanted], first_bad, sample())
 
         def first() -> tf.Tensor:
@@ -229,6 +235,10 @@ class PeriodicAdapter(HostAdapter):
 _APART = 2
 
 
+def _are_split(variables: Sequence[Variable]) -> bool:
+    return any(part_of(v) is not None for v in variables)
+
+
 class _Period:
     """Steps since the last exchange of some variables, and the shared weights.
 
@@ -302,24 +312,23 @@ class _Period:
         """Return to the shared weights, after an exchange. Not in a graph."""
         if self.goes_ahead:
             self._return()
+            self._exchanges.assign(0)
 
     def resume(self, share: tf.Tensor, unsent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Undo `settle`, if the script does not write weights; see `go_on`. Not in a graph."""
-        self._keep()
+        self.keep()
         self._exchanges.assign(_APART)
         return self.go_on(share, unsent)
 
-    def _keep(self) -> tf.Tensor:
+    def keep(self) -> None:
+        """Keep the weights as the shared ones."""
         for base, variable in zip(self._base, self.variables, strict=True):
             # The variables share one array until the weights move to another, so nothing is copied.
             base.assign(tf.convert_to_tensor(variable))
-        return tf.constant(True)
 
     def _return(self) -> tf.Tensor:
         for variable, base in zip(self.variables, self._base, strict=True):
             raw_variable(variable).assign(tf.ensure_shape(tf.convert_to_tensor(base), variable.shape))
-        with tf.device("CPU:0"):
-            self._exchanges.assign(0)
         return tf.constant(True)
 
     def renew(self) -> None:
@@ -327,8 +336,8 @@ class _Period:
         self.restart(self.length)
         self._exchanges.assign(0)
 
-    def hold(self) -> None:
-        """Keep the weights as the shared ones, if they are."""
+    def enter(self) -> None:
+        """Begin a step whose gradients have been computed: return to the shared weights."""
 
         def check() -> tf.Tensor:
             alike = [
@@ -337,9 +346,9 @@ class _Period:
             ]
             with tf.device("CPU:0"):
                 self._moves.assign(tf.logical_and(self._moves, tf.reduce_all(tf.stack(alike))))
-            return self._keep()
+            return tf.constant(True)
 
-        tf.switch_case(self._exchanges.read_value(), [self._keep, check, lambda: tf.constant(True)])
+        tf.switch_case(self._exchanges.read_value(), [lambda: tf.constant(True), check, self._return])
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Record the number of elements of each array of a sample."""
@@ -347,7 +356,8 @@ class _Period:
 
     def begin(self, changes: Sequence[Gradient]) -> None:
         """Keep the shared weights, and add the updates of the first step of the period to them."""
-        tf.cond(tf.equal(self._exchanges, _APART), self._return, lambda: tf.constant(True))
+        with tf.device("CPU:0"):
+            self._exchanges.assign(0)
         for base, variable, change in zip(self._base, self.variables, changes, strict=True):
             before = tf.convert_to_tensor(variable)
             # The variables share one array until the weights move to another, so nothing is copied.

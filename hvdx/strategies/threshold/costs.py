@@ -107,8 +107,9 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     own = {
         "waiting": 0.0 if options.asynchronous else situation.slowest,
         # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
-        # the result is added to the weights, as on one worker.
-        "copying": situation.passes(8),
+        # the result is added to the weights, as on one worker. Then the share of the residual is added, which shards
+        # are copied for.
+        "copying": situation.passes(8 + (not options.asynchronous) * (20 + 8 * (kind == "sharded"))),
     }
     terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
     # The times of several steps differ less between workers than those of one step.
@@ -129,8 +130,9 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
         # The update in shared memory.
         buffers["buffers"] += 4.0 * situation.elements
         note += f", {per_host} workers of a host added up"
+    if not options.asynchronous:
+        buffers["shared weights"] = 4.0 * situation.elements
     if period > 1:
-        buffers["before the period"] = 4.0 * situation.elements
         note += f", every {period} steps"
     made = situation.prediction(terms, sent / period, buffers, period=period, note=note)
     if options.target_density == "auto" and others and density <= STARVED:

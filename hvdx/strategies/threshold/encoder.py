@@ -9,6 +9,7 @@ import numpy as np
 from hvdx import codec as codecs
 from hvdx.codec.base import Array
 from hvdx.comm import Comm, progress
+from hvdx.comm.alignment import aligned
 from hvdx.comm.launcher import kernel_threads
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError
@@ -47,8 +48,8 @@ class Order(Protocol):
     def origin(self, view: int, element: int) -> tuple[int, int]:
         """Return the number of the array, and the element in it, of an element of an encoded array."""
 
-    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
-        """Return the elements of all encoded arrays in the order of the vector."""
+    def to_vector(self, encoded: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the elements of all encoded arrays in the order of the vector; see `Shards`."""
 
     def from_vector(self, vector: np.ndarray) -> np.ndarray:
         """Return the elements of a vector in the order of the encoded arrays."""
@@ -72,7 +73,7 @@ class VectorOrder:
     def origin(self, view: int, element: int) -> tuple[int, int]:
         return view, element
 
-    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
+    def to_vector(self, encoded: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         return encoded
 
     def from_vector(self, vector: np.ndarray) -> np.ndarray:
@@ -122,6 +123,8 @@ class ThresholdEncoder(Encoder):
         # Entries of each of the last steps with entries of this rank; whether there is nobody to learn from.
         self._entries: list[int] = []
         self._alone, self._starved = comm.size == 1, False
+        # Memory of `unsent`, which TensorFlow takes without a copy.
+        self._unsent: np.ndarray | None = None
         self._compile(comm)
 
     def _compile(self, comm: Comm) -> None:
@@ -268,7 +271,10 @@ class ThresholdEncoder(Encoder):
 
     def unsent(self, allocate: Callable[[int], Array] | None) -> Array:
         if self.device is None:
-            return self.read_residual()
+            residual = np.asarray(self.state.residual)
+            if self._unsent is None:
+                self._unsent = aligned(0 if self._order.shard_size is None else residual.size)
+            return self._order.to_vector(residual, self._unsent)
         out = (allocate or self.device.zeros)(self._n)
         self.device.copy(self.state.residual, self.device.view(out))
         return out

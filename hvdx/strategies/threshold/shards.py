@@ -116,11 +116,16 @@ class Shards:
         """Return a copy of a vector in the order of the shards."""
         return self._dealing.split(self._padded(vector))
 
-    def to_vector(self, encoded: np.ndarray) -> np.ndarray:
-        """Return a copy of all shards in the order of the vector, without padding."""
-        padded = np.empty(self.elements, encoded.dtype)
+    def to_vector(self, encoded: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Return a copy of all shards in the order of the vector, without padding.
+
+        Args:
+            encoded: the shards.
+            out: array of as many elements, of which the result is a view; by default a new one.
+        """
+        padded = np.empty(self.elements, encoded.dtype) if out is None else out
         self._dealing.join(encoded, padded)
-        return padded[: self._n].copy()
+        return padded[: self._n]
 
     def of_rank(self, vector: np.ndarray, rank: int) -> np.ndarray:
         """Return a copy of one shard of a vector."""

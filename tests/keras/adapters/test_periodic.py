@@ -295,6 +295,30 @@ def test_weights_that_the_script_writes_stay_written_and_the_same_on_all_ranks(w
         assert np.abs(first).max() <= (0.1 if where != "before the step" else 0.4)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_weights_decay_as_on_one_rank(graph):
+    """Keras decays the weights outside the optimiser's own step, which must not look like a write of the script."""
+    gradients = np.random.default_rng(8).normal(size=(2, 30, 40)).astype(np.float32)
+
+    def run(comm):
+        weight, optimizer = keras.Variable(np.full(40, 9.0, np.float32)), keras.optimizers.SGD(0.1, weight_decay=0.2)
+        optimizer.build([weight])
+        adapter = attach(optimizer, hvdx.Threshold(target_density=0.5), "adapters", comm=comm)
+        taken = (tf.function if graph else lambda step: step)(lambda g: optimizer.apply([g], [weight]))
+        for gradient in gradients[comm.rank]:
+            taken(tf.constant(gradient))
+        assert adapter.rank_local_variables()
+        adapter.flush()
+        return weight.numpy()
+
+    first, second = on_all(2, run)
+    np.testing.assert_array_equal(first, second)
+    whole, optimizer = keras.Variable(np.full(40, 9.0, np.float32)), keras.optimizers.SGD(0.1, weight_decay=0.2)
+    for gradient in gradients.mean(axis=0):
+        optimizer.apply([tf.constant(gradient)], [whole])
+    np.testing.assert_allclose(first, whole.numpy(), atol=0.3)
+
+
 def test_no_update_of_a_variable_in_two_lists_is_lost():
     gradients = np.random.default_rng(6).normal(size=(2, 12, 40)).astype(np.float32)
 
@@ -316,29 +340,33 @@ def test_no_update_of_a_variable_in_two_lists_is_lost():
 
 @pytest.mark.parametrize("period", [1, 4])
 def test_training_goes_on_from_a_checkpoint_in_mid_epoch_with_the_same_bits(period):
-    gradients = np.random.default_rng(1).normal(size=(2, 12, 40))
+    gradients = np.random.default_rng(1).normal(size=(2, 12, 40)).astype(np.float32)
 
     def run(comm):
-        strategy = hvdx.Threshold(target_density=0.1, period=period)
-        weight, optimizer = keras.Variable(np.zeros(40, np.float32)), keras.optimizers.SGD(0.1)
-        adapter, resumed = attach(optimizer, strategy, "adapters", comm=comm), []
-        for step, gradient in enumerate(gradients[comm.rank]):
-            for w, o in [(weight, optimizer), *resumed]:
-                o.apply([tf.constant(gradient, tf.float32)], [w])
-            if step == 6:  # two steps after an exchange
-                adapter.drain()
-                copy, other = keras.Variable(weight.numpy()), keras.optimizers.SGD(0.1)
-                into = attach(other, strategy, "adapters", comm=comm)
-                into.reopen([copy])
-                into.load_state_dict(adapter.state_dict())
-                adapter.go_on()
-                into.prepare_broadcast()
-                into.begin_epoch()
-                resumed.append((copy, other))
-        if period == 1:  # a longer period would end with the checkpoint
-            straight, _ = steps_of(comm, strategy, gradients, flush=False, optimizer=keras.optimizers.SGD(0.1))
-            np.testing.assert_array_equal(weight.numpy(), straight[-1])
-        return weight.numpy(), resumed[0][0].numpy()
+        strategy, adapters, pairs = hvdx.Threshold(target_density=0.1, period=period), [], []
 
-    for whole, resumed in on_all(2, run):
+        def new(start):
+            weight, optimizer = keras.Variable(start), keras.optimizers.SGD(0.1)
+            adapters.append(attach(optimizer, strategy, "adapters", comm=comm))
+            pairs.append((weight, optimizer))
+            return weight, adapters[-1]
+
+        for _ in range(2):
+            weight, saved = new(np.zeros(40, np.float32))
+        for step, gradient in enumerate(gradients[comm.rank]):
+            for w, o in pairs:
+                o.apply([gradient + 0.5 * tf.convert_to_tensor(w)], [w])
+            if step == 6:  # two steps after an exchange
+                saved.drain()
+                copy, resumed = new(weight.numpy())
+                resumed.reopen([copy])
+                resumed.load_state_dict(saved.state_dict())
+                saved.go_on()
+                resumed.prepare_broadcast()
+                resumed.begin_epoch()
+        return [w.numpy() for w, _ in pairs]
+
+    for straight, whole, resumed in on_all(2, run):
         np.testing.assert_array_equal(whole, resumed)
+        # The checkpoint ends a longer period.
+        assert np.array_equal(straight, whole) is (period == 1)

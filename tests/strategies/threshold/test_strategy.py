@@ -13,7 +13,7 @@ from hvdx.strategies import StepInput, TensorSpec, Threshold, parse
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
 from hvdx.strategies.threshold.warmup import START
 from hvdx.strategies.threshold.warmup import parse as parse_warmup
-from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all
+from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all, on_hosts
 
 OPTIONS = {
     "fixed tau": {"tau": 0.01},
@@ -69,6 +69,28 @@ def test_updates_and_residuals_keep_their_sum(name, size):
     residuals = np.sum([flat(exchange.residuals) for _, exchange in everyone], axis=0, dtype=np.float64)
     wanted = np.sum([flat(update(r, t)) for r in range(size) for t in range(12)], axis=0, dtype=np.float64)
     np.testing.assert_allclose(applied + residuals, wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"exchange": "sharded"}, {"local": "dense"}], ids=str)
+def test_what_is_unsent_is_the_residual_in_the_order_of_the_tensors(options):
+    """Of one step by each rank, what its own messages hold; the owners of shards hold back what others sent."""
+
+    def run(comm):
+        exchange = Threshold(target_density=0.1, second_moments="own", warmup="none", **options).open(comm, SPECS)
+        exchange.step(update(comm.rank, 0) if comm.rank in (0, 2) else zeros)
+        assert [array.shape for array in exchange.unsent()] == list(SHAPES)
+        owned = flat(exchange.residuals) - flat(exchange.unsent()) if options.get("exchange") else 0.0
+        return exchange.unsent_share, flat(exchange.unsent()), owned, flat(exchange.step(zeros))
+
+    zeros = [np.zeros(shape, np.float32) for shape in SHAPES]
+    found = on_hosts(["one", "one", "other", "other"], run)
+    assert [share for share, *_ in found] == [0.25] * 4
+    before = 0.25 * flat(update(0, 0)) + 0.25 * flat(update(2, 0))
+    waiting = 0.25 * sum(unsent + owned for _, unsent, owned, _ in found)
+    # A tenth of the elements, the largest, was sent in the step before.
+    sent = before - waiting
+    assert 0.5 < np.dot(sent, before) / np.dot(sent, sent) < 2
+    assert 0.02 < np.count_nonzero(np.abs(sent) > 1e-6) / ELEMENTS < 0.3
 
 
 def densities(strategy, steps, divides, state=None):
