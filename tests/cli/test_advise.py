@@ -196,7 +196,7 @@ def test_answers_are_sorted_and_the_split_layers_have_no_strategy():
 
 def test_starved_threshold_is_no_reason_to_distribute():
     """Large tables at 10 Mbit/s: steps would be fast, but the workers would hardly learn from each other."""
-    tables = script.Training(7e-4, 0.0, 20, (26_122_000,), batch=64, slots=1.0)
+    tables = script.Training(1e-3, 0.0, 20, (26_122_000,), batch=64, slots=1.0)
     found = answer.answer(answer.situation_of(tables, Machine(), Link(1e-4, 1.2e6), 4, 1), "10mbit")
     assert found.speedup("threshold") > 1.1
     assert found.predictions["threshold"].starved
