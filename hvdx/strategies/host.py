@@ -106,7 +106,7 @@ class HostExchange(Exchange["Array"]):
         network: link between the ranks, if the exchange has measured it; otherwise None.
         period: number of steps that each rank should take alone until the next exchange, the same on all ranks. Above 1
             only for strategies that `may_wait`.
-        unsent_share: factor of `unsent` in what it will add to the mean of the ranks; 0 if nothing remains unsent.
+        unsent_share: weight of this rank's residual (`unsent`) in the mean of the ranks; 0 without a residual.
     """
 
     network: Link | None = None
@@ -204,7 +204,9 @@ class HostExchange(Exchange["Array"]):
         """Discard a session that an exception ended. Some ranks may not have begun the session. Collective."""
 
     def unsent(self, allocate: "Callable[[int], Array] | None" = None) -> "Sequence[Array]":
-        """Return the updates of this rank that its messages do not hold yet; the next step overwrites them.
+        """Return the residual of this rank's own messages, which the next step overwrites.
+
+        `residuals` has in addition what the rank keeps for the route.
 
         Args:
             allocate: on a GPU, see `StepInput`.

@@ -79,7 +79,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
 }
 #: Strategies that are compared, in the spelling of `Threshold`.
 STRATEGIES = ("target_density=0.01",)
-# Optimisers that `Threshold` refuses. Their cases show what it would have to reach.
+# Optimisers that `Threshold` refuses. Their cases have the losses of all-reduce and of one worker alone.
 _REFUSED = ("lion",)
 #: Multiples of the best rate of all-reduce.
 RATES = (0.5, 1.0, 2.0)

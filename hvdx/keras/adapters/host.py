@@ -30,6 +30,8 @@ from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import HostExchange, StepInput, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
+#: Message of the error that ends a step of an optimiser that is gone.
+DELETED = "a training function was called after its optimiser was deleted. Trace it again."
 # Number of elements from which a gradient is checked for itself.
 _LARGE = 2**16
 
@@ -177,18 +179,9 @@ class HostAdapter(Adapter):
             return
         wanted = self._weighed(updates.updates_of(optimizer, step, variables))
         gradients, self._gradients = self._gradients, []
-        self._exchange_updates(wanted, self._first_bad, variables, self._sample(optimizer, gradients, variables))
-
-    def _exchange_updates(
-        self,
-        wanted: Sequence[Gradient],
-        first_bad: int | tf.Tensor,
-        variables: Sequence[Variable],
-        sample: Sequence[tf.Tensor],
-    ) -> None:
-        """Combine the updates of a step and add the result to the weights; see `_call`."""
         dense = [tf.convert_to_tensor(u) for u in wanted]
-        combined = self._call(dense, first_bad, variables, copy_results=False, sample=sample)
+        sample = self._sample(optimizer, gradients, variables)
+        combined = self._call(dense, self._first_bad, variables, copy_results=False, sample=sample)
         # The next step of the exchange overwrites the arrays of these tensors.
         wait_for(updates.add(variables, combined))
 
@@ -261,7 +254,7 @@ class HostAdapter(Adapter):
         ) -> Sequence[npt.ArrayLike]:
             adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
             if adapter is None:
-                raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
+                raise HvdxError(DELETED)
             exchange = adapter._opened(alive)
             blamed = describe(alive[bad]).name if bad >= 0 else ""
             taken = StepInput(tensors, bad < 0, blamed, sample or None, steps=steps, allocate=allocate)

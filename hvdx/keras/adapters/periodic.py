@@ -15,7 +15,7 @@ from hvdx.comm.host_graph import on_host, wait_for
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints, device_of
-from hvdx.keras.adapters.host import HostAdapter, unsent_on_gpu
+from hvdx.keras.adapters.host import DELETED, HostAdapter, unsent_on_gpu
 from hvdx.keras.seams.layers import on_assign, raw_variable
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
@@ -27,9 +27,9 @@ class PeriodicAdapter(HostAdapter):
     """Adapter that exchanges what a rank has added to its weights in a period, whose length the exchange chooses.
 
     Between two exchanges, each rank's optimiser changes its own weights. After an exchange all ranks have the same
-    shared weights, to which the combined changes were added. In periods of one step, a rank goes on from these plus its
-    share of what its messages do not hold yet: its optimiser then sees the effect of all its updates. `flush` returns
-    to the shared weights.
+    shared weights, to which the combined changes were added. In periods of one step, a rank goes on from the shared
+    weights plus a share of its residual, so its optimiser sees the effect of all its updates. `flush` returns to the
+    shared weights.
 
     Split layers are exchanged in each step.
 
@@ -110,22 +110,30 @@ class PeriodicAdapter(HostAdapter):
         # The next step of the exchange overwrites the arrays of these tensors.
         wait_for(period.add(combined))
         share, unsent = self._unsent(variables)
-        wait_for(period.go_on(share, unsent))
+        wait_for(period.leave(share, unsent))
         period.restart(self._wanted(variables, steps))
         return tf.constant(True)
 
-    def _unsent(self, variables: Sequence[Variable]) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Return the share of what the messages of this rank do not hold yet in the mean, a factor, and that itself."""
-        # TensorFlow keeps `ask` until the process ends; see `HostAdapter._call`.
+    def _exchange_of(self, variables: Sequence[Variable]) -> Callable[[], HostExchange]:
+        """Return a function that returns the open exchange of some variables, for an operation of the graph."""
+        # TensorFlow keeps the function until the process ends; see `HostAdapter._call`.
         key, adapter_ref = tuple(id(v) for v in variables), weakref.ref(self)
 
         def exchange() -> HostExchange:
             adapter = adapter_ref()
             if adapter is None:
-                raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
+                raise HvdxError(DELETED)
             return adapter.open_for(key)
 
-        there = self._on_device(variables)
+        return exchange
+
+    def open_for(self, key: tuple[int, ...]) -> HostExchange:
+        """Return the open exchange of some variables, given the `id` of each."""
+        return self._open[key][0]
+
+    def _unsent(self, variables: Sequence[Variable]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Return `unsent_share` and `unsent` of the exchange of some variables."""
+        exchange, there = self._exchange_of(variables), self._on_device(variables)
 
         def ask() -> list[npt.ArrayLike]:
             opened = exchange()
@@ -139,23 +147,15 @@ class PeriodicAdapter(HostAdapter):
             tensor.set_shape(variable.shape)
         return share, unsent_on_gpu(exchange, variables) if there else unsent
 
-    def open_for(self, key: tuple[int, ...]) -> HostExchange:
-        """Return the open exchange of some variables, given the `id` of each."""
-        return self._open[key][0]
-
     def _wanted(self, variables: Sequence[Variable], steps: int | tf.Tensor) -> tf.Tensor:
         """Return the length of the next period, which the last exchange has chosen."""
-        key, adapter_ref = tuple(id(v) for v in variables), weakref.ref(self)
+        exchange = self._exchange_of(variables)
 
         def ask(steps: np.ndarray) -> list[np.int64]:
-            adapter = adapter_ref()
-            if adapter is None:
-                return [np.int64(1)]
-            exchange = adapter.open_for(key)
             # Writing of the weights is cost: without an exchange, the optimiser would have written them.
             if steps > 1:
-                exchange.applied()
-            return [np.int64(exchange.period)]
+                exchange().applied()
+            return [np.int64(exchange().period)]
 
         (length,) = on_host(ask, [tf.cast(steps, tf.int64)], [tf.int64])
         length.set_shape(())
@@ -242,9 +242,10 @@ def _are_split(variables: Sequence[Variable]) -> bool:
 class _Period:
     """Steps since the last exchange of some variables, and the shared weights.
 
-    After an exchange the weights are the shared ones plus a share of what is unsent, but not if the script writes
-    weights itself, as clipping in `train_step` and constraints do: that would be lost. Such a write is found when it is
-    traced, or by weights that have changed between the first exchange after a flush and the next.
+    After an exchange the weights are the shared ones plus a share of the residual. This would overwrite weights that
+    the script writes itself, as clipping in `train_step` and constraints do. Such a script trains on the shared
+    weights. Its writes are found when they are traced, or when weights change between the first exchange after a flush
+    and the next.
 
     Args:
         variables: the variables.
@@ -270,9 +271,15 @@ class _Period:
         self._base = [_empty(v) for v in variables]
         self._in_step = False
         # Keras keeps a variable as long as its model, and so what the variable holds.
-        mine = weakref.ref(self)
+        method = weakref.WeakMethod(self.note_write)
+
+        def note() -> None:
+            noted = method()
+            if noted is not None:
+                noted()
+
         for variable in variables:
-            on_assign(variable, lambda: (lambda period: None if period is None else period.note_write())(mine()))
+            on_assign(variable, note)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -305,7 +312,7 @@ class _Period:
 
     @property
     def goes_ahead(self) -> bool:
-        """True if the weights are the shared ones and a share of what is unsent."""
+        """True if the weights are the shared ones plus a share of the residual."""
         return bool(self._exchanges.numpy() == _APART)
 
     def settle(self) -> None:
@@ -315,10 +322,10 @@ class _Period:
             self._exchanges.assign(0)
 
     def resume(self, share: tf.Tensor, unsent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Undo `settle`, if the script does not write weights; see `go_on`. Not in a graph."""
+        """Undo `settle`, if the script does not write weights; see `leave`. Not in a graph."""
         self.keep()
         self._exchanges.assign(_APART)
-        return self.go_on(share, unsent)
+        return self.leave(share, unsent)
 
     def keep(self) -> None:
         """Keep the weights as the shared ones."""
@@ -392,8 +399,13 @@ class _Period:
         # In place, since the weights from before are in use nowhere else.
         return updates.add(self._base, combined)
 
-    def go_on(self, share: tf.Tensor, unsent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Set the weights to the shared ones plus a share of what is unsent; return tensors computed after that."""
+    def leave(self, share: tf.Tensor, unsent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Set the weights to the shared ones plus a share of the residual; return tensors computed after that.
+
+        Args:
+            share: factor of the residual, a scalar.
+            unsent: the residual, see `HostExchange.unsent`.
+        """
         with tf.device("CPU:0"):
             before = self._exchanges.read_value()
             share = share * tf.cast(tf.logical_and(self._moves, before > 0), share.dtype)

@@ -232,7 +232,7 @@ def test_nothing_is_lost_and_shared_weights_have_equal_bits(size, period, optimi
         np.testing.assert_allclose(size * shared[0][-1] + residuals, wanted, atol=1e-4)
 
 
-# -- the share of what is unsent --------------------------------------------------------------------------------------
+# -- the share of the residual ----------------------------------------------------------------------------------------
 
 
 def test_each_rank_goes_on_from_the_shared_weights_and_its_share_of_what_is_unsent():
