@@ -7,7 +7,7 @@ clipped. Indices are entropy-coded, in 6 to 16 bits. `docs/wire-format.md` descr
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from threading import Lock
@@ -42,8 +42,6 @@ class ThresholdState(State):
         residual: float32[n] on the codec's device, the part of past updates that has not been sent.
         tau: threshold for the next update.
         found: False while a codec with a target density has no tau yet.
-        lag: delay of the messages before the last update u, in units of u: <residual, u> / <u, u> in a sample. NaN if u
-            is zero there.
         step: number of updates encoded.
         sent: number of entries in the last message.
         device: device of the arrays, with its kernels.
@@ -53,7 +51,6 @@ class ThresholdState(State):
     residual: Array
     tau: np.float32
     found: bool
-    lag: float
     step: int
     sent: int
     device: Host | Gpu
@@ -87,9 +84,9 @@ class ThresholdState(State):
 class _Refused(Exception):  # noqa: N818
     """An update that cannot be sent because of the element at index `fault`."""
 
-    def __init__(self, fault: int, tau: np.float32) -> None:
+    def __init__(self, fault: int, tau: np.float32, lookahead: float) -> None:
         super().__init__()
-        self.fault, self.tau = fault, tau
+        self.fault, self.tau, self.lookahead = fault, tau, lookahead
 
 
 class Threshold(Codec[ThresholdState]):
@@ -173,7 +170,6 @@ class Threshold(Codec[ThresholdState]):
             residual=self._device.place(np.zeros(sum(sizes), np.float32)),
             tau=np.float32(self.tau or DEFAULT_TAU),
             found=self.target_density is None,
-            lag=np.nan,
             step=0,
             sent=0,
             device=self._device,
@@ -200,7 +196,7 @@ class Threshold(Codec[ThresholdState]):
         self,
         update: Sequence[Array],
         state: ThresholdState,
-        lookahead: float = 0.0,
+        lookahead: float | Callable[[float], float] = 0.0,
         stream: object = None,
         least: float = 0.0,
     ) -> tuple[np.ndarray, ThresholdState]:
@@ -210,7 +206,8 @@ class Threshold(Codec[ThresholdState]):
             update: see `Codec.encode`; or one array with the elements of all.
             state: see `Codec.encode`.
             lookahead: add (1 + lookahead) * update to the residual, and when the entries are found, subtract
-                lookahead * update again.
+                lookahead * update again. Or a function that returns it, called once with the lag: the delay of the
+                messages before this update u, in units of u, <residual, u> / <u, u> in a sample; NaN if u is zero.
             stream: for device="cuda", stream on which the update is filled: a stream of numba.cuda, or the address of a
                 stream, such as `torch.cuda.current_stream().cuda_stream`. None for CUDA's default stream, which does
                 not wait for non-blocking streams.
@@ -234,7 +231,7 @@ class Threshold(Codec[ThresholdState]):
             message, after = self._encode(update, state, lookahead, stream, least)
         except _Refused as refused:
             state.claim.release()
-            raise self._cannot_send(update, state, refused.fault, refused.tau, lookahead) from None
+            raise self._cannot_send(update, state, refused) from None
         return frame.seal(message, self._wire_number), after
 
     def decode(
@@ -355,14 +352,19 @@ class Threshold(Codec[ThresholdState]):
         return replace(fresh, tau=new["taus"][0], found=bool(new["found"][0]), sent=int(new["sent"][0]))
 
     def _encode(
-        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object, least: float
+        self,
+        update: Sequence[Array],
+        state: ThresholdState,
+        lookahead: float | Callable[[float], float],
+        stream: object,
+        least: float,
     ) -> tuple[np.ndarray, ThresholdState]:
         """Return the message and the state for the next update. Raise _Refused if there is a fault."""
         n = state.residual.size
         if "workspace" not in state.scratch:
             state.scratch["workspace"] = self._device.workspace(n, self.part or 0)
         work, rice = state.scratch["workspace"], self.index_coding == "rice"
-        state = self._measured(update, state, lookahead, stream, least)
+        state, lookahead = self._measured(update, state, lookahead, stream, least)
         tried = False
         while True:
             runs = Runs(np.full(int(n > 0), n), np.full(int(n > 0), state.tau))
@@ -374,14 +376,19 @@ class Threshold(Codec[ThresholdState]):
                 return message, replace(state, step=state.step + 1, sent=sent, claim=Lock())
             # The element is NaN, infinite or too large for tau. A larger tau is tried once, unless tau is fixed.
             if self.target_density is None or tried:
-                raise _Refused(coded.fault, state.tau)
+                raise _Refused(coded.fault, state.tau, lookahead)
             tried, state = True, replace(state, tau=self._tau_of_largest(update, state, lookahead, stream))
 
     def _measured(
-        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object, least: float
-    ) -> ThresholdState:
-        """Return the state with the tau and the lag that a sample of the update gives."""
-        n = state.residual.size
+        self,
+        update: Sequence[Array],
+        state: ThresholdState,
+        lookahead: float | Callable[[float], float],
+        stream: object,
+        least: float,
+    ) -> tuple[ThresholdState, float]:
+        """Return the state with the tau, and the lookahead, that a sample of the update gives."""
+        n, follow = state.residual.size, lookahead if callable(lookahead) else lambda _: lookahead
         # All of them, one large sample after another, to find the first tau.
         for lines in [tau.lines(n, self.target_density, state.step)] if state.found else tau.all_lines(n):
             values, residual = self._device.sample(update, state.residual, lines, stream)
@@ -389,15 +396,16 @@ class Threshold(Codec[ThresholdState]):
                 break
         else:
             # An update of zeros, as between accumulated gradients, says nothing about tau.
-            return replace(state, lag=np.nan)
+            return state, follow(np.nan)
         # `encode` refuses what overflows.
         with np.errstate(all="ignore"):
             u, r = values.astype(np.float64), residual.astype(np.float64)
-            state = replace(state, lag=float(np.dot(r, u) / np.dot(u, u)))
+            # No np.dot: on so many elements it would start the threads of BLAS, beside those of training.
+            ahead = follow(float((r * u).sum() / (u * u).sum()))
             if self.target_density is None:
-                return state
-            found = tau.of_sample(residual + values * factors(lookahead)[0], self.target_density)
-        return state if found is None else replace(state, tau=max(found, np.float32(least)), found=True)
+                return state, ahead
+            found = tau.of_sample(residual + values * factors(ahead)[0], self.target_density)
+        return state if found is None else replace(state, tau=max(found, np.float32(least)), found=True), ahead
 
     def _tau_of_largest(
         self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object
@@ -411,10 +419,9 @@ class Threshold(Codec[ThresholdState]):
                 largest = max(largest, float(sizes[np.isfinite(sizes)].max(initial=0)))
         return max(state.tau, np.float32(largest * tau.SPAN))
 
-    def _cannot_send(
-        self, update: Sequence[Array], state: ThresholdState, fault: int, tau: np.float32, lookahead: float
-    ) -> UpdateError:
-        """Return the error for the element at index `fault`."""
+    def _cannot_send(self, update: Sequence[Array], state: ThresholdState, refused: _Refused) -> UpdateError:
+        """Return the error for the element that was refused."""
+        fault, lookahead = refused.fault, refused.lookahead
         variable, element = 0, fault
         while element >= state.sizes[variable]:
             element -= state.sizes[variable]
@@ -423,7 +430,7 @@ class Threshold(Codec[ThresholdState]):
         value = self._device.item(update[where[0]], where[1])
         times = f" times {1 + lookahead:.3g}" if lookahead else ""
         why = (
-            f"which{times} is more than 2**30 times tau ({tau:.3g}). Raise tau, or give target_density instead"
+            f"which{times} is more than 2**30 times tau ({refused.tau:.3g}). Raise tau, or give target_density instead"
             if np.isfinite(value)
             else "which cannot be sent. The training diverged, or the loss scale is too high"
         )

@@ -176,10 +176,9 @@ class ThresholdEncoder(Encoder):
         # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
         # previous update need not be stored.
         try:
-            message, self.state = codec.encode(self._order.arranged(tensors), self.state, self._lookahead.value)
+            message, self.state = codec.encode(self._order.arranged(tensors), self.state, self._lookahead.follow)
         except UpdateError as error:
             raise UpdateError(error.problem, *self._order.origin(error.variable, error.element)) from None
-        self._lookahead.observe(self.state.lag)
         entries, self._tau = self.state.sent, float(self.state.tau)
         self._warn_of_size(message.size)
         starved, density = self._starved_steps(entries), entries / max(self._n, 1)

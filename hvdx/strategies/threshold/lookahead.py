@@ -17,23 +17,24 @@ class Lookahead:
         fixed: the lookahead, if the user gave one.
 
     Attributes:
-        value: lookahead of the next update.
+        value: lookahead of the last update.
 
     Example:
         >>> lookahead = Lookahead()
         >>> for _ in range(100):
-        ...     lookahead.observe(3.0 - lookahead.value)  # three updates behind without a lookahead
-        >>> round(lookahead.value, 2)
+        ...     value = lookahead.follow(3.0 - lookahead.value)  # three updates behind without a lookahead
+        >>> round(value, 2)
         2.0
     """
 
     def __init__(self, fixed: float | None = None):
         self.fixed, self.value = fixed, fixed or 0.0
 
-    def observe(self, lag: float) -> None:
-        """Adapt to the lag of an update; NaN says nothing."""
+    def follow(self, lag: float) -> float:
+        """Return the lookahead of an update with this lag; a lag of NaN says nothing."""
         if self.fixed is None and math.isfinite(lag):
             self.value = min(max(self.value + _RATE * (lag - _SHRINK * self.value), 0.0), _MOST)
+        return self.value
 
     def restore(self, value: float) -> None:
         """Go on with a saved value."""

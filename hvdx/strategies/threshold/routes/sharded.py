@@ -195,8 +195,7 @@ class ShardedRoute(Route):
         """
         # Entries are multiples of the ranks' taus. If there are fewer than the owner may send, a smaller tau would only
         # make the multiples larger.
-        message, self._owner = codec.encode([self._sum], self._owner, self._lookahead.value, least=least)
-        self._lookahead.observe(self._owner.lag)
+        message, self._owner = codec.encode([self._sum], self._owner, self._lookahead.follow, least=least)
         return message
 
     # -- state --------------------------------------------------------------------------------------------------------
