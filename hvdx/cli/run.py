@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdx.cli.common import notes
-from hvdx.cli.common.hostfile import parse_hostfile
+from hvdx.cli.common.hostfile import HOST, parse_hostfile
 from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.mpi_traffic import traffic_options
 from hvdx.cli.common.preflight import check_start
@@ -211,7 +211,7 @@ def parse_hosts(text: str | None, command: str = NAME) -> dict[str, int]:
     """
     hosts: dict[str, int] = {}
     for part in filter(None, (text or "").split(",")):
-        match = re.fullmatch(r"([\w.-]+)(?::(\d+))?", part.strip())
+        match = re.fullmatch(rf"({HOST})(?::(\d+))?", part.strip())
         if match is None or match.group(2) == "0":
             raise LaunchError(f"{command}: --hosts: expected HOST:N,HOST:N with N of 1 or more, got {part.strip()!r}.")
         hosts[match.group(1)] = hosts.get(match.group(1), 0) + int(match.group(2) or 1)

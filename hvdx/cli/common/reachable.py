@@ -79,7 +79,7 @@ def ssh_command(host: str, command: str, options: Sequence[str] = ()) -> list[st
         command: the command.
         options: further options of ssh.
     """
-    return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", *options, host, command]
+    return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", *options, "--", host, command]
 
 
 def _reason(host: str) -> str:
