@@ -334,6 +334,26 @@ def dense(document: Row) -> list[Row]:
     return with_figures(document["rows"], relative=lambda row: row["mpi"] / row["horovod"] if row["horovod"] else None)
 
 
+def judged(document: Row) -> list[Row]:
+    """Return a row for each training and rate of checked.json, with the losses of all-reduce and of one worker."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for run in document["rows"]:
+        way = "alone" if run["workers"] == 1 else run["strategy"]
+        found.setdefault((run["case"], run["rate"]), {})[way] = run
+    return [
+        {
+            "case": case,
+            "rate": rate,
+            "dense": ways["all_reduce"]["loss"],
+            "alone": ways["alone"]["loss"],
+            "above": ways["target_density=0.02"]["loss"] - ways["all_reduce"]["loss"],
+            "share": 1 / ways["target_density=0.02"]["ratio"],
+        }
+        for (case, rate), ways in found.items()
+        if "alone" in ways
+    ]
+
+
 def split_memory(document: Row) -> list[Row]:
     one = document["rows"][0]["resident"]
     return with_figures(document["rows"], relative=lambda row: row["resident"] / one)
@@ -385,6 +405,10 @@ network | alone_ms | ms | ratio | density | range | encoding | waiting | exchang
 benchmarks/README.md budget.json budgets
 training | hosts | ms a step, 0.1 | ms, 0.05 | kB sent a step, 0.1 | kB, 0.05 | seconds, 0.1 | seconds, 0.05
 - | hosts | ms usual | ms half | bytes usual*1e-3 | bytes half*1e-3 | range usual | range half
+
+benchmarks/README.md checked.json judged
+training, workers | rate | all-reduce | one worker | `target_density=0.02`, above all-reduce | bytes
+case | rate | dense | alone | above | share
 
 benchmarks/README.md densities.json seconds_by_way
 density | median | smallest to largest
