@@ -1,7 +1,5 @@
 """Checkpoints rewritten for another number of ranks."""
 
-import json
-
 from hvdx import comm as world
 from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.folder import of_rank
@@ -24,13 +22,14 @@ def of_other_ranks(path, ranks, change=lambda rank, arrays: arrays):
         The manifest before the change, and the new arrays of each rank.
     """
     comm = world.start()
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = files.unsealed((path / "manifest.json").read_text())
     found = [dict(files.Arrays.of(path / of_rank(rank % manifest["ranks"]))) for rank in range(ranks)]
     held = [change(rank, arrays) for rank, arrays in enumerate(found)]
     comm.all_gather_object(None, "all have read it")
     if comm.rank == 0:
         samples = manifest["samples"] and manifest["samples"] * ranks // manifest["ranks"]
-        (path / "manifest.json").write_text(json.dumps(manifest | {"ranks": ranks, "samples": samples, "steps": None}))
+        changed = manifest | {"ranks": ranks, "samples": samples, "steps": None}
+        (path / "manifest.json").write_text(files.sealed(changed))
         for rank, arrays in enumerate(held):
             rewrite(path / of_rank(rank), arrays)
     comm.all_gather_object(None, "all can read it")

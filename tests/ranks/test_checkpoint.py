@@ -386,6 +386,10 @@ def _empty(path):
     path.write_bytes(b"")
 
 
+def _skip_more(path):
+    path.write_text(path.read_text().replace('"skip": 0', '"skip": 8'))
+
+
 @pytest.mark.sizes(1, 2, 4)
 @pytest.mark.parametrize(
     ("damage", "name"),
@@ -395,6 +399,7 @@ def _empty(path):
         (_flip, "shared.safetensors"),
         (_flip, "rank-last.safetensors"),
         (_empty, "manifest.json"),
+        (_skip_more, "manifest.json"),
         (lambda path: path.unlink(), "rank-last.safetensors"),
     ],
 )
@@ -469,7 +474,7 @@ def test_checkpoint_of_another_format_is_refused(folder):
     if hvdx.rank() == 0:
         (folder / "epoch-0001" / "manifest.json").write_text('{"format": 2}')
     _everyone("it is changed")
-    with pytest.raises(ConfigError, match="expected format 3, got 2"):
+    with pytest.raises(ConfigError, match="expected format 4, got 2"):
         checkpoint.restore(folder, model)
 
 

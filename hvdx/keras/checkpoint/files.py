@@ -26,6 +26,8 @@ _DTYPES = {code: np.dtype(text) for code, text in DTYPES.items()}
 _DTYPES |= {code: small_float(name, Path("a checkpoint")) for code, name in SMALL_FLOATS.items()}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _METADATA, _CHECKSUM = "__metadata__", "xxh3_64 of "
+#: Key of the checksum of a description.
+SEAL = "xxh3_64"
 # Chunk in bytes: small enough to stay in the cache between its checksum and its write.
 _CHUNK = 1 << 22
 
@@ -85,6 +87,30 @@ def _header(arrays: Mapping[str, np.ndarray], sums: Mapping[str, str]) -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """Return the text of a description in JSON types, with its checksum.
+
+    Example:
+        >>> unsealed(sealed({"epoch": 3}))
+        {'epoch': 3}
+    """
+    text = json.dumps(content, indent=1)
+    return json.dumps({SEAL: xxhash.xxh3_64_hexdigest(text.encode()), **content}, indent=1)
+
+
+def unsealed(text: str) -> dict[str, Any]:
+    """Return the description in a text that `sealed` wrote.
+
+    Raises:
+        ValueError, KeyError, TypeError: if it is damaged.
+    """
+    content: dict[str, Any] = dict(json.loads(text))
+    # What is read again and written is the same text, so whatever decides something is in the sum.
+    if content.pop(SEAL) != xxhash.xxh3_64_hexdigest(json.dumps(content, indent=1).encode()):
+        raise ValueError("it does not match its checksum")
+    return content
 
 
 @contextlib.contextmanager

@@ -21,13 +21,13 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from hvdx.averaging.output import sync
 from hvdx.comm import Comm
 from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
 from hvdx.keras.checkpoint import owner
-from hvdx.keras.checkpoint.files import Arrays, as_checkpoint_error
+from hvdx.keras.checkpoint.files import SEAL, Arrays, as_checkpoint_error, unsealed
 from hvdx.keras.checkpoint.owner import Owner
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.log import Log
@@ -37,7 +37,7 @@ _log = Log(__name__)
 T = TypeVar("T")
 
 #: Version of the file format.
-FORMAT = 3
+FORMAT = 4
 #: Name of the file with the shared variables.
 SHARED = "shared.safetensors"
 # Seconds to wait for a folder that rank 0 has made: a network file system may show it late.
@@ -48,11 +48,6 @@ _TEMPORARY = ".hvdx-"
 _KERAS_NUMBER = re.compile(r"(?<=[a-z])_\d+(?=[/_ ,.;:')]|$)")
 # Name of the place for `all_gather_at`.
 _PLACE = "the folder of checkpoints"
-# Keys of a manifest of this format.
-_KEYS = (
-    *("ranks", "epoch", "step", "drawn", "skip", "steps", "share", "samples"),
-    *("weights", "optimizer", "own", "optimizers"),
-)
 
 
 def of_rank(rank: int) -> str:
@@ -249,8 +244,7 @@ class Folder:
 
     def at(self, position: Position) -> Path:
         """Return the path of a checkpoint."""
-        step = f"-step-{position.step:08d}" if position.step else ""
-        return self.path / f"epoch-{position.epoch:04d}{step}"
+        return self.path / name_of(position)
 
     def partial(self, token: str) -> Path:
         """Return the temporary path of a checkpoint that is being written."""
@@ -306,6 +300,17 @@ class Folder:
         self.at(position).rename(self.path / free)
 
 
+def name_of(position: Position) -> str:
+    """Return the name of the checkpoint at a position.
+
+    Example:
+        >>> name_of(Position(3)), name_of(Position(3, 120))
+        ('epoch-0003', 'epoch-0003-step-00000120')
+    """
+    step = f"-step-{position.step:08d}" if position.step else ""
+    return f"epoch-{position.epoch:04d}{step}"
+
+
 def positions_in(path: str | os.PathLike[str]) -> list[Position]:
     """Return the positions of the checkpoints that this rank sees in a folder, the newest last."""
     entries = os.listdir(path) if os.path.isdir(path) else ()
@@ -320,25 +325,28 @@ class Saved:
         path: path of the checkpoint.
 
     Attributes:
-        manifest: content of its manifest.json.
+        manifest: content of its manifest.json, without the checksum.
 
     Raises:
-        CheckpointError: if the manifest is damaged.
+        CheckpointError: if the manifest is damaged, or is that of another checkpoint.
         ConfigError: if another version of hvdx wrote the checkpoint in another format.
     """
 
     def __init__(self, path: Path):
         self.path = path
         with as_checkpoint_error(path / "manifest.json"):
-            self.manifest: dict[str, Any] = dict(json.loads((path / "manifest.json").read_text()))
-            missing = [key for key in _KEYS if self.manifest["format"] == FORMAT and key not in self.manifest]
-            if missing:
-                raise ValueError(f"keys {missing} are missing")
+            text = (path / "manifest.json").read_text()
+            content = dict(json.loads(text))
+            # Formats 1 to 3 had no checksum.
+            self.manifest = content if content.get("format") in (1, 2, 3) and SEAL not in content else unsealed(text)
         if self.manifest.get("format") != FORMAT:
             raise ConfigError(
                 f"{path}: expected format {FORMAT}, got {self.manifest.get('format')!r}. It was saved by another "
                 "version of hvdx: use that one, or another directory."
             )
+        found = name_of(Position(self.manifest["epoch"], self.manifest["step"]))
+        if found != path.name:
+            raise CheckpointError(f"manifest.json is that of {found}")
         self._files: dict[str, Arrays] = {}
 
     def shared(self) -> Arrays:

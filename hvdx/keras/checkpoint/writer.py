@@ -1,6 +1,5 @@
 """Writing of checkpoints while training continues: every rank writes its file, and rank 0 publishes the checkpoint."""
 
-import json
 import os
 import shutil
 import threading
@@ -191,7 +190,7 @@ class Writer:
                 "epoch": position.epoch,
                 "step": position.step,
             }
-            text = json.dumps(manifest | content.manifest, indent=1)
+            text = files.sealed(manifest | content.manifest)
             writes |= {
                 partial / SHARED: lambda file: files.write_arrays(file, shared),
                 partial / "manifest.json": lambda file: file.write(text.encode()),

@@ -1,5 +1,7 @@
 """Files of checkpoints: their format, exact reading, detection of damage, and atomic writes."""
 
+import contextlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from hvdx.errors import CheckpointError, ConfigError
 from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.files import Arrays
+from hvdx.keras.checkpoint.folder import FORMAT, Saved
 
 ARRAYS = {
     "weights.0": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -90,3 +93,25 @@ def test_failed_fsync_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Input/output"):
         written(tmp_path / "a.safetensors")
     assert not (tmp_path / "a.safetensors").exists()
+
+
+def test_every_changed_bit_of_a_description_is_detected_or_changes_nothing(tmp_path):
+    """Also one that turns the format to an older one, which had no checksum, or hides the checksum."""
+    content = {"format": FORMAT, "epoch": 3, "step": 120, "skip": 0, "weights": [{"name": "a", "shape": [3]}]}
+    path = tmp_path / "epoch-0003-step-00000120"
+    path.mkdir()
+    text = files.sealed(content).encode()
+    for i in range(8 * len(text)):
+        changed = bytearray(text)
+        changed[i // 8] ^= 1 << i % 8
+        (path / "manifest.json").write_bytes(changed)
+        with contextlib.suppress(CheckpointError):
+            assert Saved(path).manifest == content
+
+
+def test_description_of_another_checkpoint_is_found(tmp_path):
+    path = tmp_path / "epoch-0002"
+    path.mkdir()
+    (path / "manifest.json").write_text(files.sealed({"format": FORMAT, "epoch": 3, "step": 0}))
+    with pytest.raises(CheckpointError, match=r"manifest.json is that of epoch-0003"):
+        Saved(path)
