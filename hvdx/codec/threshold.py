@@ -84,9 +84,9 @@ class ThresholdState(State):
 class _Refused(Exception):  # noqa: N818
     """An update that cannot be sent because of the element at index `fault`."""
 
-    def __init__(self, fault: int, tau: np.float32, lookahead: float) -> None:
+    def __init__(self, fault: int, tau: np.float32) -> None:
         super().__init__()
-        self.fault, self.tau, self.lookahead = fault, tau, lookahead
+        self.fault, self.tau = fault, tau
 
 
 class Threshold(Codec[ThresholdState]):
@@ -227,11 +227,12 @@ class Threshold(Codec[ThresholdState]):
             raise ValueError(_USED_UP)
         # An interruption from here on leaves a residual that is partly updated. Only a refusal takes the whole update
         # back, so only a refusal releases the state.
+        measured, ahead = self._measured(update, state, lookahead, stream, least)
         try:
-            message, after = self._encode(update, state, lookahead, stream, least)
+            message, after = self._encode(update, measured, ahead, stream)
         except _Refused as refused:
             state.claim.release()
-            raise self._cannot_send(update, state, refused) from None
+            raise self._cannot_send(update, state, refused.fault, refused.tau, ahead) from None
         return frame.seal(message, self._wire_number), after
 
     def decode(
@@ -352,19 +353,13 @@ class Threshold(Codec[ThresholdState]):
         return replace(fresh, tau=new["taus"][0], found=bool(new["found"][0]), sent=int(new["sent"][0]))
 
     def _encode(
-        self,
-        update: Sequence[Array],
-        state: ThresholdState,
-        lookahead: float | Callable[[float], float],
-        stream: object,
-        least: float,
+        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object
     ) -> tuple[np.ndarray, ThresholdState]:
         """Return the message and the state for the next update. Raise _Refused if there is a fault."""
         n = state.residual.size
         if "workspace" not in state.scratch:
             state.scratch["workspace"] = self._device.workspace(n, self.part or 0)
         work, rice = state.scratch["workspace"], self.index_coding == "rice"
-        state, lookahead = self._measured(update, state, lookahead, stream, least)
         tried = False
         while True:
             runs = Runs(np.full(int(n > 0), n), np.full(int(n > 0), state.tau))
@@ -376,7 +371,7 @@ class Threshold(Codec[ThresholdState]):
                 return message, replace(state, step=state.step + 1, sent=sent, claim=Lock())
             # The element is NaN, infinite or too large for tau. A larger tau is tried once, unless tau is fixed.
             if self.target_density is None or tried:
-                raise _Refused(coded.fault, state.tau, lookahead)
+                raise _Refused(coded.fault, state.tau)
             tried, state = True, replace(state, tau=self._tau_of_largest(update, state, lookahead, stream))
 
     def _measured(
@@ -400,7 +395,7 @@ class Threshold(Codec[ThresholdState]):
         # `encode` refuses what overflows.
         with np.errstate(all="ignore"):
             u, r = values.astype(np.float64), residual.astype(np.float64)
-            # No np.dot: on so many elements it would start the threads of BLAS, beside those of training.
+            # No np.dot: on a large sample it would start the threads of BLAS, beside those of training.
             ahead = follow(float((r * u).sum() / (u * u).sum()))
             if self.target_density is None:
                 return state, ahead
@@ -419,9 +414,10 @@ class Threshold(Codec[ThresholdState]):
                 largest = max(largest, float(sizes[np.isfinite(sizes)].max(initial=0)))
         return max(state.tau, np.float32(largest * tau.SPAN))
 
-    def _cannot_send(self, update: Sequence[Array], state: ThresholdState, refused: _Refused) -> UpdateError:
-        """Return the error for the element that was refused."""
-        fault, lookahead = refused.fault, refused.lookahead
+    def _cannot_send(
+        self, update: Sequence[Array], state: ThresholdState, fault: int, tau: np.float32, lookahead: float
+    ) -> UpdateError:
+        """Return the error for the element at index `fault`."""
         variable, element = 0, fault
         while element >= state.sizes[variable]:
             element -= state.sizes[variable]
@@ -430,7 +426,7 @@ class Threshold(Codec[ThresholdState]):
         value = self._device.item(update[where[0]], where[1])
         times = f" times {1 + lookahead:.3g}" if lookahead else ""
         why = (
-            f"which{times} is more than 2**30 times tau ({refused.tau:.3g}). Raise tau, or give target_density instead"
+            f"which{times} is more than 2**30 times tau ({tau:.3g}). Raise tau, or give target_density instead"
             if np.isfinite(value)
             else "which cannot be sent. The training diverged, or the loss scale is too high"
         )

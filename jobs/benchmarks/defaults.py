@@ -435,7 +435,7 @@ def gan() -> Problem:
     generator, discriminator = mlp(noise, pixels), mlp(pixels, 1)
 
     class Player(keras.Model):
-        """What both say of images and generated ones, to train one of them."""
+        """The discriminator's outputs for real and for generated images. Only one of the two networks is trained."""
 
         def __init__(self, trained: "keras.Model", loss: object) -> None:
             super().__init__()

@@ -31,6 +31,6 @@ def parse_hostfile(text: str) -> dict[str, int]:
             slots = _SLOTS.search(entry)
             name = re.split(r"[\s:]", entry, maxsplit=1)[0]
             if not re.fullmatch(HOST, name):
-                raise LaunchError(f"run: --hostfile: expected names of letters, digits, -, _ and ., got {name!r}.")
+                raise LaunchError(f"hosts file: expected names of letters, digits, -, _ and ., got {name!r}.")
             hosts[name] = hosts.get(name, 0) + (int(slots.group(1)) if slots else 1)
     return hosts
