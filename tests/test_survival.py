@@ -87,6 +87,60 @@ def test_trainings_end_with_equal_weights_after_deaths(tmp_path):
     assert "SAMPLES 96 True RANKS [1, 3]" in done.out, done
 
 
+# Four workers. Rank 3 dies in `predict`, rank 2 in `evaluate`, and rank 0 in the last callback of a fit, before its
+# `CSVLogger` has ended.
+EDGES = """
+import os, signal, sys
+import numpy as np, keras
+import hvdx, hvdx.keras
+hvdx.init()
+keras.utils.set_random_seed(0)
+me = hvdx.rank()
+x, y = np.random.default_rng(7).normal(size=(203, 6)).astype("float32"), np.arange(203, dtype="float32")
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse", metrics=["mae"])
+die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+expected, values = model.predict(x, verbose=0), model.evaluate(x, y, verbose=0, return_dict=True)
+
+if me == 3:
+    model.predict = die
+np.testing.assert_allclose(hvdx.keras.predict(model, x), expected, rtol=1e-5)
+if me == 2:
+    model.evaluate = die
+found = hvdx.keras.evaluate(model, (x, y))
+assert found.keys() == values.keys()
+np.testing.assert_allclose([found[name] for name in values], list(values.values()), rtol=1e-5)
+
+class Log(keras.callbacks.CSVLogger):
+    def on_train_end(self, logs=None):
+        if me == 0:
+            die()
+        super().on_train_end(logs)
+        print("CLOSED by", me, flush=True)
+
+class Own(keras.callbacks.Callback):
+    pass
+
+model.fit(hvdx.shard((x, y), 8), epochs=2, verbose=0, callbacks=[
+    hvdx.keras.Distribute(), Log(sys.argv[1]), *[Own()] * int(sys.argv[2])])
+print("ENDED", me, hvdx.rank(), hvdx.size(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_deaths_outside_of_the_steps(own, tmp_path):
+    program = [*warm.command(environment()), "-c", EDGES, str(tmp_path / "log.csv"), str(own)]
+    done = run_command([sys.executable, "-m", "hvdx", "run", "-n", "4", "--all", "--survive", *program], LIMIT)
+    assert "ENDED 1 0 1" in done.out, done
+    assert "CLOSED by 1" in done.out, done
+    assert [line.partition(",")[0] for line in (tmp_path / "log.csv").read_text().split()] == ["epoch", "0", "1"]
+    died = re.findall(r"rank (\d) on \S+ has died; (\d) of 4", done.out)
+    assert died == [("3", "3"), ("2", "2"), ("0", "1")], done
+    # A callback that hvdx does not know may have written something as rank 0.
+    assert done.code == own, done
+    assert ("rank 0 is dead, and with it may be" in done.out) is bool(own), done
+
+
 # Two workers and two spares. One worker is killed in the first epoch, while `auto` measures steps, and the other in the
 # third, after which the spares train alone. The learning rate depends on the losses of all epochs.
 SPARES = """
@@ -137,14 +191,14 @@ def test_spares_take_the_places_of_dead_workers(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"epoch-0004", "epoch-0005"}
 
 
-# One process is killed in each epoch: a worker, or a server. All write their process numbers.
+# One process is killed in each epoch, a worker or a server, or hangs. All write their process numbers.
 SERVERS = """
 import hashlib, os, signal, sys, time
 from pathlib import Path
 import numpy as np, keras
 import hvdx, hvdx.keras
 from hvdx.comm import start
-folder, *victims = sys.argv[1:]
+folder, way, *victims = sys.argv[1:]
 (Path(folder) / os.environ["OMPI_COMM_WORLD_RANK"]).write_text(str(os.getpid()))
 hvdx.init()
 keras.utils.set_random_seed(0)
@@ -156,14 +210,17 @@ me = comm.rank
 
 class Deaths(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
-        self.victim, self.steps = int(dict(enumerate(victims)).get(epoch, -1)), 0
+        self.victim, self.steps, self.epoch = int(dict(enumerate(victims)).get(epoch, -1)), 0, epoch
     def on_train_batch_begin(self, batch, logs=None):
         dead = Path(folder) / f"dead-{self.victim}"
         # Worker 1 kills servers. The others leave the killer steps to take.
         if self.victim >= 0 and me == (self.victim if self.victim < comm.workers else 1):
             if batch == 3:
                 dead.touch()
-                os.kill(int((Path(folder) / str(self.victim)).read_text()), signal.SIGKILL)
+                if way == "sleep" and self.epoch:
+                    time.sleep(1000)
+                number = signal.SIGSTOP if way == "stop" and self.epoch else signal.SIGKILL
+                os.kill(int((Path(folder) / str(self.victim)).read_text()), number)
         elif self.victim >= 0 and batch == 10:
             while not dead.exists():
                 time.sleep(0.01)
@@ -179,32 +236,35 @@ model.fit(train, epochs=3, verbose=0, callbacks=[hvdx.keras.Distribute(), Deaths
 
 
 @pytest.mark.parametrize(
-    ("strategy", "processes", "victims", "left", "steps"),
+    ("strategy", "processes", "way", "victims", "left", "steps"),
     [
         # The first two of three workers serve; the first also hands out the steps. The others take the steps of the
         # dead, of which those took three or four. Some of these are handed out again, by the next server.
         (
             "parameter_server:servers=colocated:2,staleness=scale+bound",
             3,
+            "sleep",
             "01",
             ["12", "2", "2"],
             [(56, 60), (56, 60), (60, 60)],
         ),
         # Two workers and two servers. When both servers have died, the workers serve. A server that takes over the
         # steps may hand out one a second time.
-        ("parameter_server:servers=2", 4, "230", ["01", "01", "1"], [(60, 61), (60, 61), (56, 60)]),
+        ("parameter_server:servers=2", 4, "kill", "230", ["01", "01", "1"], [(60, 61), (60, 61), (56, 60)]),
         # Rank 0 orders the messages, and hands out the steps.
-        ("threshold:max_staleness=inf", 3, "01", ["12", "2", "2"], [(56, 60), (56, 60), (60, 60)]),
+        ("threshold:max_staleness=inf", 3, "stop", "01", ["12", "2", "2"], [(56, 60), (56, 60), (60, 60)]),
     ],
 )
-def test_trainings_without_steps_in_common_go_on(strategy, processes, victims, left, steps, tmp_path):
-    program = [*warm.command(environment()), "-c", SERVERS, str(tmp_path), *victims]
+def test_trainings_without_steps_in_common_go_on(strategy, processes, way, victims, left, steps, tmp_path):
+    program = [*warm.command(environment()), "-c", SERVERS, str(tmp_path), way, *victims]
     done = run_command(
         [sys.executable, "-m", "hvdx", "run", "-n", str(processes), "--all", "--survive", *program],
         LIMIT,
-        {"HVDX_STRATEGY": strategy},
+        {"HVDX_STRATEGY": strategy, "HVDX_TIMEOUT": "5"},
     )
     assert done.code == 0, str(done)
+    found = {"kill": "", "sleep": "has made no progress for 5 s", "stop": "has been stopped for 5 s"}[way]
+    assert found in done.out, done
     epochs = [re.findall(rf"EPOCH {epoch} (\d) \[(.*)\] (\d+) ([\d.]+)", done.out) for epoch in range(3)]
     assert [sorted((me, ranks) for me, ranks, *_ in rows) for rows in epochs] == [
         [(me, ", ".join(ranks)) for me in ranks] for ranks in left

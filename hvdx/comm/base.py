@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm.alignment import aligned
+from hvdx.comm.waiting import time_limit
 
 Wire = Literal["none", "fp16", "bf16"]
 #: Transport of tensors in the graph. "auto" is Horovod if it sends the tensors of GPUs by NCCL on all ranks, else MPI.
@@ -416,6 +417,11 @@ class Comm(abc.ABC):
             return range(self.size)
         outer = self.parent.world_ranks
         return [outer[rank] for rank in self.parent_ranks]
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which a rank waits for messages of another one: until one that hangs has been ended."""
+        return time_limit()
 
     @property
     def server_numbers(self) -> Sequence[int]:

@@ -11,8 +11,8 @@ import time
 from types import TracebackType
 from typing import NoReturn
 
-from hvdx.comm import mpi, progress, watchdog
-from hvdx.errors import HvdxError
+from hvdx.comm import mpi, progress, supervision, watchdog
+from hvdx.errors import ExchangeError, HvdxError
 from hvdx.log import ERROR, Log
 
 _log = Log(__name__)
@@ -81,6 +81,8 @@ def install(rank: int, size: int, survives: bool = False) -> None:
         sys.stdout.flush()
         if not survives:
             mpi.abort(departed[0] or 1 if departed else 1)
+        if isinstance(error, ExchangeError):
+            supervision.report("gave up", rank=rank)
         os._exit(1)
 
     global _place, _survives

@@ -421,11 +421,8 @@ class MpiChannel(Channel):
             alive()
             return done()
 
-        progress.enter(self._what)
-        try:
+        with progress.waiting(self._what):
             finished = until(done if alive is None else done_or_over, self._limit)
-        finally:
-            progress.leave()
         if not finished and alive is not None:
             raise TimeoutError(f"{self._what}: waited {self._limit:.0f} s ({LIMIT_VARIABLE}).")
         if not finished:

@@ -96,6 +96,16 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Record that this thread waits for other ranks; see `enter`."""
+    enter(what)
+    try:
+        yield
+    finally:
+        leave()
+
+
+@contextlib.contextmanager
 def compiling(what: str) -> Iterator[None]:
     """Record that this thread compiles, which is no stall.
 
@@ -132,6 +142,16 @@ def training() -> bool:
 def waits_for_all() -> bool:
     """Return whether a thread of this rank waits in a collective that needs every rank."""
     return any(for_all for _, for_all in list(_waits.values()))
+
+
+def may_stand() -> bool:
+    """Return whether this rank waits for other ranks or compiles, so that it need not make progress."""
+    return bool(_waits) or bool(_compiled())
+
+
+def last() -> float:
+    """Return the time of the last record, in seconds of `time.monotonic`."""
+    return _moved
 
 
 def idle() -> float:

@@ -34,8 +34,9 @@ def report(kind: str, **values: object) -> None:
     """Write a report, if this job is supervised; do nothing if standard error is closed.
 
     Args:
-        kind: "training" or "saved"; under `--survive` also "over" and "left", of any rank, "server", and "spare", of
-            one without work.
+        kind: "training" or "saved"; under `--survive` also "moves", again and again, "gave up", after a wait for
+            another rank, "unwritten", after the death of rank 0 in the last callbacks of a fit, "over" and "left", of
+            any rank, "server", and "spare", of one without work.
         values: values for JSON.
     """
     if os.environ.get(VARIABLE):

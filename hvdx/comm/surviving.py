@@ -14,14 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdx.comm import failure, launcher, spares, supervision
+from hvdx.comm import failure, launcher, progress, spares, supervision
 from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received, of_comm
+from hvdx.comm.heartbeat import Heartbeat
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi import MpiComm
 from hvdx.comm.mpi_mailbox import Mortals, MpiMailbox
@@ -42,11 +42,10 @@ VARIABLE, LEAST_VARIABLE = "HVDX_SURVIVE", "HVDX_MIN_WORKERS"
 OUTPUT_VARIABLE = "HVDX_OUTPUT"
 # Set by `mpirun --with-ft ulfm`.
 _ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
-# Tags of the question whether a rank waits, and of the answer; seconds between two looks for questions, and seconds for
-# answers.
-_ASK_TAG, _ANSWER_TAG = 9, 10
-_LOOK_SECONDS, _ANSWER_SECONDS = 0.2, 2.0
-_BYTE = np.zeros(1, np.uint8)
+# Tag that no message has.
+_NO_TAG = 9
+# Seconds for which an agreement waits, beyond the time after which a rank that hangs has been ended.
+_GRACE_SECONDS = 2.0
 # Recoveries in a row in which nobody has died; another error of MPI would repeat for ever.
 _IN_VAIN = 3
 
@@ -128,8 +127,7 @@ class SurvivingComm(Comm):
         self._least = _least_ranks((launch.size or 1) - servers)
         self.deaths: list[Death] = []
         self._lock, self._inside = threading.RLock(), False
-        self._units, self._looked = 0, 0.0
-        self._sends: list[MPI.Request] = []
+        self._units = 0
         # Errors of units: their frames hold the buffers of requests that MPI may not have ended.
         self._kept: list[Exception] = []
         self._group: MPI.Comm | None = None
@@ -140,12 +138,12 @@ class SurvivingComm(Comm):
         self._now: MpiComm | spares.EchoComm = everyone
         self._group = everyone.group
         self.servers, self.serves, self._workers = servers, everyone.serves, everyone.workers
-        # Number in the world of each rank; host, process and cores of each, by this number.
+        # Number in the world of each rank; host and cores of each, by this number.
         first = everyone.workers if everyone.serves else 0
         self._members = list(range(first, first + everyone.size))
         self._hosts = dict(zip(self._members, everyone.hosts, strict=True))
-        places = everyone.all_gather_object((os.getpid(), launcher.core_mask()), "places")
-        self._places: dict[int, tuple[int, int]] = dict(zip(self._members, places, strict=True))
+        masks = everyone.all_gather_object(launcher.core_mask(), "cores")
+        self._masks: dict[int, int] = dict(zip(self._members, masks, strict=True))
         self.library = everyone.library
         count = spares.wanted(everyone.size)
         if everyone.mailbox_group is not None:
@@ -159,11 +157,13 @@ class SurvivingComm(Comm):
         # Number of ranks at the start.
         self._full = len(self._members)
         self._take_places()
+        self._heartbeat = Heartbeat(self._limit, self._is_awaited, self._name_if_mortal)
         atexit.register(self._limit_the_end)
 
     def _limit_the_end(self) -> None:
         """Let this process end by a signal if MPI does not end: Open MPI may wait for the dead in `MPI_Finalize`."""
-        supervision.report("over", rank=self._members[self._now.rank], living=self._now.size)
+        self._heartbeat.close()
+        supervision.report("over", rank=self._members[self._now.rank], living=self._members)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(math.ceil(self._limit))
 
@@ -183,7 +183,7 @@ class SurvivingComm(Comm):
         host = self._now.hosts[self._now.rank]
         here = [rank for rank in self._members if self._hosts[rank] == host]
         number = self._members[self._now.rank]
-        launcher.set_fair_cores(launcher.fair_cores([self._places[rank][1] for rank in here], here.index(number)))
+        launcher.set_fair_cores(launcher.fair_cores([self._masks[rank] for rank in here], here.index(number)))
 
     def _take_places(self) -> None:
         now = self._now
@@ -194,6 +194,10 @@ class SurvivingComm(Comm):
     @property
     def world_ranks(self) -> Sequence[int]:
         return self._members
+
+    @property
+    def patience(self) -> float:
+        return 2 * self._limit + _GRACE_SECONDS
 
     @property
     def server_numbers(self) -> Sequence[int]:
@@ -253,11 +257,7 @@ class SurvivingComm(Comm):
         """Run work; return False if it failed because a rank died or hangs, or another rank has noticed this."""
         try:
             work()
-        except TimeoutError as error:
-            self._kept.append(error)
-            self._end_absent()
-            return False
-        except self._mpi.Exception as error:
+        except (TimeoutError, self._mpi.Exception) as error:
             self._kept.append(error)
             return False
         return True
@@ -267,23 +267,16 @@ class SurvivingComm(Comm):
         flag = np.array([int(mine)], np.intc)
         try:
             request = group.Iagree(flag)
-            if not self._ends(request):
-                if group is self._group:
-                    self._end_absent()
-                if not self._ends(request):
-                    raise ExchangeError("the agreement of the ranks does not end. Look at the output of each rank.")
+            with progress.waiting("an agreement"):
+                ended = until(request.Test, self.patience)
         except self._mpi.Exception:
             return False
+        if not ended:
+            raise ExchangeError(
+                f"a rank has not answered for {self.patience:.0f} s, and nobody ended it. Look at the last output of "
+                f"each rank. {LIMIT_VARIABLE}=seconds sets the time limit."
+            )
         return bool(flag[0])
-
-    def _ends(self, request: "MPI.Request") -> bool:
-        """Wait for a request, and answer questions; return False after the time limit."""
-
-        def done() -> bool:
-            self._answer()
-            return bool(request.Test())
-
-        return until(done, self._limit)
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 
@@ -291,7 +284,8 @@ class SurvivingComm(Comm):
         """Form the group of the ranks that live; return whether it is smaller."""
         old = self._mpi_group.Get_group()
         # Not `Ishrink`, which ends with an internal error in Open MPI 5.0.
-        group = self._mpi_group.Shrink()
+        with progress.waiting("a recovery"):
+            group = self._mpi_group.Shrink()
         group.Set_errhandler(self._mpi.ERRORS_RETURN)
         left = group.Get_group()
         places = self._mpi.Group.Translate_ranks(left, list(range(left.Get_size())), old)
@@ -414,59 +408,25 @@ class SurvivingComm(Comm):
     # -- ranks that hang ----------------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        """End the wait of this rank if another one has seen a death, and answer its questions."""
-        for group in (self._group, None if self._spares is None else self._spares.world):
-            if group is not None and group.Is_revoked():
-                raise self._mpi.Exception(self._mpi.ERR_REVOKED)
-        self._answer()
+        """End the wait of this rank if another one has seen a death."""
+        if self._is_revoked():
+            raise self._mpi.Exception(self._mpi.ERR_REVOKED)
 
-    def _answer(self) -> None:
-        """Tell the ranks that ask that this one waits, and so does not hang."""
-        now = time.monotonic()
-        if self._group is None or now - self._looked < _LOOK_SECONDS:
-            return
-        self._looked, status = now, self._mpi.Status()
-        # MPI reports the dead here too. The exchange that waits for them sees it by itself.
+    def _is_revoked(self) -> bool:
+        groups = self._group, None if self._spares is None else self._spares.world
+        return any(group is not None and group.Is_revoked() for group in groups)
+
+    def _is_awaited(self) -> bool:
+        """Return whether the others want to recover; called by the thread of `Heartbeat`."""
         with contextlib.suppress(self._mpi.Exception):
-            while (found := self._mpi_group.Improbe(self._mpi.ANY_SOURCE, _ASK_TAG, status)) is not None:
-                found.Recv(np.empty(1, np.uint8))
-                self._sends.append(self._mpi_group.Isend(_BYTE, status.Get_source(), _ANSWER_TAG))
+            # A probe lets MPI take note of what has arrived.
+            self._mpi_group.Iprobe(self._mpi.ANY_SOURCE, _NO_TAG)
+        return self._is_revoked()
 
-    def _end_absent(self) -> None:
-        """End the ranks that do not answer: each rank those on its host.
-
-        Raises:
-            ExchangeError: if no rank that waits is on the host of one that hangs.
-        """
-        group, here = self._mpi_group, {self.rank}
-        others = [rank for rank in range(group.Get_size()) if rank != group.Get_rank()]
-        status = self._mpi.Status()
-
-        def all_answered() -> bool:
-            self._answer()
-            while (found := group.Improbe(self._mpi.ANY_SOURCE, _ANSWER_TAG, status)) is not None:
-                found.Recv(np.empty(1, np.uint8))
-                here.add(status.Get_source())
-            return len(here) == group.Get_size()
-
-        try:
-            self._sends += [group.Isend(_BYTE, rank, _ASK_TAG) for rank in others]
-            until(all_answered, _ANSWER_SECONDS)
-        except self._mpi.Exception:
-            return  # a rank has died meanwhile
-        watched = {self._hosts[self._members[rank]] for rank in here}
-        for rank in (self._members[rank] for rank in others if rank not in here):
-            host = self._hosts[rank]
-            if host not in watched:
-                raise ExchangeError(
-                    f"rank {rank} on {host} has not answered for {self._limit:.0f} s ({LIMIT_VARIABLE}), and no rank "
-                    "that works is there to end it. Look at the last output of that rank."
-                )
-            if host == self.hosts[self.rank] and _is_rank(self._places[rank][0], rank):
-                if self.rank == min(here):
-                    limit = f"{self._limit:.0f} s ({LIMIT_VARIABLE})"
-                    _log.warning(f"rank {rank} on {host} has not answered for {limit}, and is ended.")
-                os.kill(self._places[rank][0], signal.SIGKILL)
+    def _name_if_mortal(self) -> str:
+        """Return a name of this rank if others could go on without it."""
+        mortal = self._now.size > 1 and not self.waits and not self.serves
+        return f"rank {self._members[self._now.rank]}" if mortal else ""
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -596,12 +556,3 @@ def _show_output() -> None:
     if number:
         sys.stdout.flush()
         os.dup2(int(number), 1)
-
-
-def _is_rank(process: int, rank: int) -> bool:
-    """Return whether a process of this machine is a rank of the launcher."""
-    try:
-        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return f"OMPI_COMM_WORLD_RANK={rank}".encode() in variables

@@ -50,12 +50,14 @@ def predict(model: keras.Model, data: "tf.data.Dataset | Arrays", batch_size: in
         (3, 1)
     """
     comm = join()
-    share, _ = _open("predict", model, data, batch_size, comm)
+    flush_all(model)
 
-    def work() -> Any:
-        return None if share is None else model.predict(share, verbose=0)
+    def unit() -> list[Any]:
+        share, _ = _open("predict", model, data, batch_size, comm)
+        return _together("predict", comm, lambda: None if share is None else model.predict(share, verbose=0))
 
-    parts = [part for part in _together("predict", comm, work) if part is not None]
+    # Without a rank that dies, the others divide the data anew.
+    parts = [part for part in comm.complete(unit) if part is not None]
     return keras.tree.map_structure(lambda *each: np.concatenate(each), *parts)
 
 
@@ -80,19 +82,23 @@ def evaluate(model: keras.Model, data: "tf.data.Dataset | Arrays", batch_size: i
         {'loss': 1.0}
     """
     comm = join()
-    share, count = _open("evaluate", model, data, batch_size, comm)
-    if count < comm.size:
-        raise ConfigError.on_all_ranks(
-            f"evaluate: expected one element of the data for each of {comm.size} ranks or more, got {count}. Do: "
-            "evaluate on fewer ranks, or make the batches of the dataset smaller."
-        )
+    flush_all(model)
 
-    beginning = _Beginning()
+    def unit() -> LogValues:
+        share, count = _open("evaluate", model, data, batch_size, comm)
+        if count < comm.size:
+            raise ConfigError.on_all_ranks(
+                f"evaluate: expected one element of the data for each of {comm.size} ranks or more, got {count}. Do: "
+                "evaluate on fewer ranks, or make the batches of the dataset smaller."
+            )
+        beginning = _Beginning()
 
-    def work() -> LogValues:
-        return dict(model.evaluate(share, verbose=0, return_dict=True, callbacks=[beginning]))
+        def work() -> LogValues:
+            return dict(model.evaluate(share, verbose=0, return_dict=True, callbacks=[beginning]))
 
-    return metrics.over_all_ranks(model, _together("evaluate", comm, work)[comm.rank], beginning.states, comm)
+        return metrics.over_all_ranks(model, _together("evaluate", comm, work)[comm.rank], beginning.states, comm)
+
+    return comm.complete(unit)  # as in `predict`
 
 
 class _Beginning(keras.callbacks.Callback):
@@ -113,7 +119,6 @@ def _open(
     """Return this rank's part of the data, None if it is empty, and the number of elements of all parts. Collective."""
 
     share: tf.data.Dataset | None = None
-    flush_all(model)
 
     def work() -> int:
         nonlocal share

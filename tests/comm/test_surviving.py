@@ -1,6 +1,7 @@
 """The ranks that are left go on after deaths: a model of all interleavings, and real ranks that die."""
 
 import functools
+import re
 import sys
 from collections.abc import Iterator
 
@@ -173,9 +174,10 @@ def test_protocol_in_every_interleaving(deaths: int, least_states: int) -> None:
 
 # -- real ranks ------------------------------------------------------------
 
-# Rank 3 dies, and rank 0 while the others recover. Then rank 2 stops, and rank 1, which is left, raises an error.
+# Rank 3 dies, and rank 0 while the others recover. Then rank 2 stops, and rank 4 sleeps. Rank 1, which is left, raises
+# an error.
 _SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 import numpy as np
 from hvdx.comm import start
 from hvdx.comm.mpi import MpiComm
@@ -189,6 +191,8 @@ for number in range(40):
         os._exit(3)
     if me == 2 and number == 20:
         os.kill(os.getpid(), signal.SIGSTOP)
+    if me == 4 and number == 30:
+        time.sleep(1000)
     found = comm.all_gather_object((number, me), "a test")
     assert {n for n, _ in found} == {number}, found
     total = channel.sum_in_order(np.full(300_000, 1.0 + me, np.float32))
@@ -200,30 +204,54 @@ sys.exit(5)
 
 
 def test_ranks_go_on_without_those_that_die_or_hang() -> None:
-    command = [sys.executable, "-m", "hvdx", "run", "-n", "4", "--survive", sys.executable, "-c", _SCRIPT]
+    command = [sys.executable, "-m", "hvdx", "run", "-n", "5", "--survive", sys.executable, "-c", _SCRIPT]
     done = run_command(command, 60, {"HVDX_TIMEOUT": "2"})
     assert "LEFT 1 0 1 [1]" in done.out, done
-    for head in ("rank 0 on", "rank 3 on", "rank 2 on"):
-        assert any(head in line and "died" in line for line in done.out.splitlines()), done
-    assert done.out.count("has not answered for 2 s") == 1, done
+    lines = done.out.splitlines()
+    for head in ("rank 0 on", "rank 3 on", "rank 2 on", "rank 4 on"):
+        assert any(head in line and "died" in line for line in lines), done
+    assert sum("rank 2 on" in line and "stopped for 2 s" in line for line in lines) == 1, done
+    assert sum("rank 4 on" in line and "no progress for 2 s" in line and ":17 in" in line for line in lines) == 1, done
     # Nobody has ended with 0.
     assert done.code == 5, done
 
 
-# What is registered first runs last: rank 1 seems to hang in `MPI_Finalize`.
+# With the process that would end it, so that nobody does.
+_STOP = """
+import os, signal
+from hvdx.comm import start
+comm = start()
+if comm.rank == 1:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+comm.all_gather_object(0, "a test")
+"""
+
+
+def test_job_ends_if_nobody_can_end_a_rank_that_hangs() -> None:
+    command = [sys.executable, "-m", "hvdx", "run", "-n", "2", "--survive", sys.executable, "-c", _STOP]
+    done = run_command(command, 60, {"HVDX_TIMEOUT": "1"})
+    assert done.code == 1, done
+    assert "ExchangeError: a rank has not answered for 4 s" in done.out, done
+    assert "no worker has moved for 1 s" in done.out, done
+
+
+# What is registered first runs last: rank 1 seems to hang in `MPI_Finalize`. Rank 2 dies after the last exchange.
 _END = """
-import atexit, os, time
+import atexit, os, signal, time
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     atexit.register(time.sleep, 1000)
 from hvdx.comm import start
-start()
+if start().rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_end_in_mpi_has_a_limit() -> None:
-    command = [sys.executable, "-m", "hvdx", "run", "-n", "2", "--survive", sys.executable, "-c", _END]
+    command = [sys.executable, "-m", "hvdx", "run", "-n", "3", "--survive", sys.executable, "-c", _END]
     done = run_command(command, 60, {"HVDX_TIMEOUT": "2"})
     assert done.code == 0, done
+    assert re.search(r"rank 2 on \S+ died after the last exchange: crashed with SIGKILL", done.out), done
 
 
 _RUN = [sys.executable, "-m", "hvdx", "run"]

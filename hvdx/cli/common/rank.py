@@ -7,13 +7,18 @@ For a start within milliseconds it imports only `comm/launcher.py` of hvdx, by i
 """
 
 import ctypes
+import math
 import os
+import select
 import signal
 import sys
+import time
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+# Seconds between two looks for a rank that is stopped.
+_LOOK_SECONDS = 1.0
 
 
 def main(argv: list[str]) -> None:
@@ -49,18 +54,66 @@ def _run_beside(program: list[str], rank: int) -> None:
     Open MPI ends the whole job if a process ends with an exit code that is not 0, but not after a signal.
     """
     library = ctypes.CDLL(None)
+    heartbeat, beats = os.pipe()
+    # Not a descriptor that the child inherits: the rank may be a grandchild, or started by another process.
+    os.environ["HVDX_HEARTBEAT"] = f"/proc/{os.getpid()}/fd/{heartbeat}"
+    # Python writes a byte to `woken` when a signal comes, such as that of the end of the child.
+    ended, woken = os.pipe()
+    for end in (ended, woken):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     child = os.fork()
     if child == 0:
         library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: os.kill(child, number))
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    _load("supervision").report("left", rank=rank, code=code)
+    code = os.waitstatus_to_exitcode(_wait(child, rank, (heartbeat, beats), ended))
+    _load("supervision").report("left", rank=rank, code=code, host=os.uname().nodename)
     if code:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)
+
+
+def _wait(child: int, rank: int, pipe: tuple[int, int], ended: int) -> int:
+    """Wait for the child, and return its status; end its rank if it is stopped, which `hvdx.comm.heartbeat` explains.
+
+    Args:
+        child: process.
+        rank: its rank, for messages.
+        pipe: ends of the pipe with the rank's heartbeat.
+        ended: file descriptor with a byte when the child has ended.
+    """
+    heartbeat, beats = pipe
+    process, limit, silent, told = 0, math.inf, 0.0, -math.inf
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        ready, _, _ = select.select([heartbeat, ended], [], [], _LOOK_SECONDS)
+        if ended in ready:
+            os.read(ended, 1 << 10)
+        # Looks are counted, and not seconds: this process may have been stopped, too.
+        silent = 0.0 if heartbeat in ready else silent + _LOOK_SECONDS
+        lines = os.read(heartbeat, 1 << 16).splitlines() if heartbeat in ready else []
+        if lines:
+            process, limit = int(lines[-1].split()[0]), float(lines[-1].split()[1])
+            # The pipe ends when the rank does.
+            if beats >= 0:
+                os.close(beats)
+                beats = -1
+            if time.monotonic() - told > limit / 4:
+                told = time.monotonic()
+                _load("supervision").report("moves", rank=rank)
+        elif heartbeat in ready:
+            # The child may start another program.
+            limit, beats = math.inf, os.open(os.environ["HVDX_HEARTBEAT"], os.O_WRONLY)
+        elif silent > limit:
+            said = f"has been stopped for {limit:.0f} s (HVDX_TIMEOUT), and is ended."
+            os.write(2, f"hvdx: rank {rank} on {os.uname().nodename} {said}\n".encode())
+            os.kill(process, signal.SIGKILL)
+            limit = math.inf
 
 
 def _execute(program: list[str]) -> None:

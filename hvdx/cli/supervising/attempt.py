@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdx.cli.common.processes import kill_group
+from hvdx.cli.common.processes import exit_reason, kill_group
 from hvdx.cli.supervising.lifelines import Lifelines
 from hvdx.comm import supervision
-from hvdx.comm.waiting import until
+from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -46,6 +46,9 @@ class Attempt:
         text: end of its output.
         left: exit code of each worker that has ended; none unless the job survives the death of a rank.
         over: time at which the script of the last living worker had ended; None before, and unless the job survives.
+        gave_up: whether a worker has waited in vain for another one, and has ended.
+        heard: time of the last report.
+        unwritten: whether rank 0 has died in the last callbacks of a fit.
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -58,14 +61,24 @@ class Attempt:
     text: str = ""
     left: list[int] = field(default_factory=list)
     over: float | None = None
+    gave_up: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    unwritten: bool = False
     _beside: set[object] = field(default_factory=set)
     _ended: set[object] = field(default_factory=set)
-    _living: int | None = None
+    _living: list[object] | None = None
+    # Code and host of each worker that has died.
+    _dead: dict[object, tuple[int, object]] = field(default_factory=dict)
 
     def take(self, reports: Sequence[Mapping[str, object]]) -> None:
         """Take over what ranks have reported."""
         for report in reports:
-            if report["kind"] == "training":
+            self.heard = time.monotonic()
+            if report["kind"] == "gave up":
+                self.gave_up = True
+            elif report["kind"] == "unwritten":
+                self.unwritten = True
+            elif report["kind"] == "training":
                 self.trained = self.trained if self.trained is not None else time.monotonic()
                 self.saves = bool(report.get("saves"))
             elif report["kind"] == "saved":
@@ -75,19 +88,38 @@ class Attempt:
                 # It ends with 0, whatever the workers do.
                 self._beside.add(report.get("rank"))
             elif report["kind"] == "over":
-                self._note_end(report.get("rank"), int(str(report.get("living", 0))))
+                living = report.get("living")
+                self._note_end(report.get("rank"), living if isinstance(living, list) else [])
             elif report["kind"] == "left" and report.get("rank") not in self._beside:
                 code = int(str(report.get("code", 1)))
                 # Its script had ended, and its end in MPI took too long; see `hvdx.comm.surviving`.
                 self.left.append(0 if code == -signal.SIGALRM and report.get("rank") in self._ended else code)
+                if code and report.get("rank") not in self._ended:
+                    self._dead[report.get("rank")] = code, report.get("host", "")
 
-    def _note_end(self, rank: object, living: int) -> None:
-        """Note that the script of a rank has ended, and the number of workers that lived then."""
+    def _note_end(self, rank: object, living: list[object]) -> None:
+        """Note that the script of a rank has ended, and the workers of its last exchange."""
         self._ended.add(rank)
         if rank not in self._beside:
-            self._living = min(living, self._living or living)
-            if self.over is None and len(self._ended - self._beside) >= self._living:
+            self._living = min(living, self._living or living, key=len)
+            if self.over is None and len(self._ended - self._beside) >= len(self._living):
                 self.over = time.monotonic()
+
+    def late_deaths(self) -> list[str]:
+        """Describe the deaths after the last exchange, which no other worker has seen; rank 0 writes for all."""
+        living = self._living or []
+        lines = [
+            f"rank {rank} on {host} died after the last exchange: {exit_reason(code)}"
+            for rank, (code, host) in self._dead.items()
+            if rank in living
+        ]
+        if self.unwritten or (living and living[0] in self._dead):
+            lines.append(
+                "rank 0 is dead, and with it may be what the script writes there after the last exchange; so the exit "
+                "code is 1"
+            )
+            self.code = self.code or 1
+        return lines
 
     @property
     def useful(self) -> float:
@@ -193,14 +225,21 @@ def run_attempt(command: Sequence[str], signals: Signals, hosts: Sequence[str] =
     if attempt.left and not attempt.code and attempt.over is None:
         # A job has succeeded if a rank has: the launcher ends with 0 also if all have died.
         attempt.code = 0 if 0 in attempt.left else attempt.left[-1]
+    late = attempt.late_deaths()
+    for line in late:
+        _log.warning(f"{line}.")
     attempt.ended = time.monotonic()
-    said = [*(f"hvdx: {loss}".encode() for loss in losses), *map(bytes, kept[::-1])]
+    said = [*(f"hvdx: {line}".encode() for line in losses + late), *map(bytes, kept[::-1])]
     attempt.text = b"\n".join(said).decode(errors="replace")
     return attempt
 
 
 def _wait(process: subprocess.Popen[bytes], attempt: Attempt) -> int:
-    """Wait for the launcher, and return its exit code; 0 if the workers have ended and MPI does not."""
+    """Wait for the launcher, and return its exit code; 0 if the workers have ended and MPI does not.
+
+    A launcher whose ranks may die alone waits for one that is stopped without end.
+    """
+    limit = time_limit()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_SECONDS)
@@ -209,6 +248,11 @@ def _wait(process: subprocess.Popen[bytes], attempt: Attempt) -> int:
             kill_group(process)
             process.wait()
             return 0
+        if attempt.gave_up and time.monotonic() - attempt.heard > limit:
+            _log.warning(f"no worker has moved for {limit:.0f} s ({LIMIT_VARIABLE}): the job is ended.")
+            kill_group(process)
+            process.wait()
+            return 1
 
 
 def _copy(source: int, target: int, kept: bytearray, attempt: Attempt) -> None:

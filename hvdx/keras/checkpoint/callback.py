@@ -311,9 +311,8 @@ class Checkpoint(Part):
         self._held = []
         try:
             if self._writer is not None:
-                if not self._writer.finish() and self._last is not None:
+                while not self._writer.finish() and self._last is not None:
                     self._save(self._last)
-                    self._writer.finish()
                 self._folder.release()
         finally:
             if self._preemption is not None:

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.fit import py_datasets
+from hvdx.keras.fit.part import Part
 from hvdx.keras.seams import iterators
 from hvdx.keras.seams.callbacks import (
     group_scalars,
@@ -97,6 +98,25 @@ def take_over(
     Args:
         callbacks: the `CallbackList`.
         first: first callback, whose hook calls this.
+        muted, model, epoch, ended: see `revive`.
+    """
+    revive(first, muted, model, epoch, ended)
+    # In the same list: Keras is iterating over it, and calls those behind the present one.
+    place = callbacks.callbacks.index(first) + 1
+    callbacks.callbacks[place:place] = muted
+
+
+def revive(
+    first: keras.callbacks.Callback,
+    muted: Sequence[keras.callbacks.Callback],
+    model: keras.Model,
+    epoch: int | None,
+    ended: dict[str, object] | None = None,
+) -> None:
+    """Call the hooks that callbacks which `arrange` removed have missed.
+
+    Args:
+        first: first callback of the list.
         muted: callbacks that `arrange` returned.
         model: model of the fit.
         epoch: epoch that has begun; None if Keras begins the first now.
@@ -112,9 +132,13 @@ def take_over(
             callback.on_epoch_begin(epoch)
         if epoch is not None and ended is not None:
             callback.on_epoch_end(epoch, dict(ended))
-    # In the same list: Keras is iterating over it, and calls those behind the present one.
-    place = callbacks.callbacks.index(first) + 1
-    callbacks.callbacks[place:place] = muted
+
+
+def may_write(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback runs code of the user's own, which may write on rank 0 only."""
+    kind = type(callback)
+    own = issubclass(kind, keras.callbacks.LambdaCallback) or not is_of_keras(kind)
+    return own and not isinstance(callback, Part) and not writes(callback)
 
 
 def append(callbacks: keras.callbacks.CallbackList, callback: keras.callbacks.Callback) -> None:

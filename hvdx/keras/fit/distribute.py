@@ -6,7 +6,7 @@ from typing import Literal
 
 import keras
 
-from hvdx.comm import Comm
+from hvdx.comm import Comm, supervision
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.rank_local import Owner
 from hvdx.keras.fit import callback_list, data, limits, replacing, saving
@@ -22,6 +22,7 @@ from hvdx.keras.fit.nested import Nested
 from hvdx.keras.fit.noise import Noise
 from hvdx.keras.fit.part import Part, Parts
 from hvdx.keras.fit.plain_copies import PlainCopies
+from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.record import Record
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.saving import Saving
@@ -279,3 +280,17 @@ class Distribute(Parts):
         super().on_train_end(logs)
         if self._list is not None:
             callback_list.show_no_costs([*self._list.callbacks, *self._muted])
+
+    def end_fit(self, logs: Logs = None) -> None:
+        """Where ranks may die, the rank that has become rank 0 runs the last callbacks again. Collective."""
+        if not self._comm.survives or self._list is None:
+            return
+        all_gather_at(self._comm, "the end of fit")
+        if self._taken == self._comm.recoveries or self._comm.rank or not self._muted:
+            return
+        # Rank 0 has run its callbacks at the end of the last epoch. Keras is at the end of the list.
+        callback_list.revive(self, self._muted, self.model, self._ended[0])
+        for callback in self._muted:
+            callback.on_train_end(logs)
+        if any(map(callback_list.may_write, self._list.callbacks)):
+            supervision.report("unwritten")

@@ -133,12 +133,13 @@ class SyncCallback(Part):
         self._parts.agree(all_gather_at(self._comm, "the start of fit", self._parts.offer()))
 
     def on_train_end(self, logs: Logs = None) -> None:
-        """End the last pass through repeated data."""
+        """End the last pass through repeated data; all other callbacks have run their `on_train_end`."""
         finish, self._finish_data = self._finish_data, None
         if finish is not None:
             finish()
         if self._callback_list is not None:
             callback_list.show_steps_of_this_rank(self._callback_list)
+            self._parts.end_fit(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begin to hand out the steps of an epoch, if the strategy does so; all other callbacks have begun it."""

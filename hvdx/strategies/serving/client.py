@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdx.comm import Comm, Mailbox, Message, progress
 from hvdx.comm.launcher import kernel_threads
-from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
+from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff
 from hvdx.errors import ExchangeError, HvdxError, WireError
 from hvdx.log import Log
 from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, MessageType
@@ -188,7 +188,7 @@ class ServerClient:
             replace: see `call`.
         """
         answers: dict[int, Message] = {}
-        idle, limit, polling, warned = _IdleTimer(self._box), time_limit(), Polling(), False
+        idle, limit, polling, warned = _IdleTimer(self._box), self._comm.patience, Polling(), False
         gone: Set[int] = frozenset()
         while servers.keys() - answers.keys():
             if replace is not None and self._box.gone != gone:
@@ -253,7 +253,8 @@ class ServerClient:
     def close(self) -> None:
         """Disconnect, and serve until the other workers have disconnected or the launcher has ended."""
         self.disconnect()
-        begin, limit, backoff, reported, launcher = time.monotonic(), time_limit(), Backoff(), False, os.getppid()
+        begin, limit, backoff = time.monotonic(), self._comm.patience, Backoff()
+        reported, launcher = False, os.getppid()
         while True:
             # A server ends only when all its messages have been fetched.
             while (message := self._box.fetch()) is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdx.comm import Comm, progress
 from hvdx.comm.alignment import aligned
-from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff, time_limit
+from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff
 from hvdx.costs.link import probe
 from hvdx.errors import ExchangeError, UpdateError, WireError
 from hvdx.strategies.base import TensorSpec, refuse_several, views
@@ -150,8 +150,10 @@ class OrderedExchange(HostExchange):
         begin, is_over = time.perf_counter(), False
         while not is_over:
             self._wait(self._awaited_to_end, "a flush")
-            if not self._mailbox.all_sent(time_limit()):
-                raise ExchangeError(self._report("a flush", time_limit(), []))
+            with progress.waiting("a flush"):
+                sent = self._mailbox.all_sent(self._comm.patience)
+            if not sent:
+                raise ExchangeError(self._report("a flush", self._comm.patience, []))
             # A rank that died may have kept others from their end.
             is_over = not self._comm.survives or self._meet(finished=True)
         self._count_bytes()
@@ -269,7 +271,7 @@ class OrderedExchange(HostExchange):
             awaited: function that returns the awaited ranks.
             what: purpose, for error messages.
         """
-        session, backoff, limit, spent = self._open, Backoff(), time_limit(), 0.0
+        session, backoff, limit, spent = self._open, Backoff(), self._comm.patience, 0.0
         begin = since = time.monotonic()
         seen, waits = session.packets, False
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdx.cli.supervising.attempt import Attempt, Signals, run_attempt
+from hvdx.cli.supervising.failure import find_failure
 from hvdx.comm import supervision
 from tests.launch import ROOT
 
@@ -54,7 +55,7 @@ def test_launcher_that_does_not_end_after_its_workers_is_killed(capfd, monkeypat
     def report(**values):
         return rf"""printf '\036{json.dumps(values)}\n' >&2"""
 
-    ended = [report(kind="over", rank=rank, living=living) for rank, living in ((3, 1), (0, 3), (2, 2))]
+    ended = [report(kind="over", rank=rank, living=living) for rank, living in ((3, [3]), (0, [0, 1, 2]), (2, [0, 2]))]
     before = [report(kind="server", rank=3), report(kind="left", rank=1, code=-9), *ended]
     with Signals() as signals:
         early = run_attempt(["sh", "-c", "; ".join([*before[:-1], "sleep 1; exit 3"])], signals)
@@ -63,6 +64,41 @@ def test_launcher_that_does_not_end_after_its_workers_is_killed(capfd, monkeypat
     assert late.code == 0
     assert late.ended - late.began < 5
     assert "the workers have ended, and MPI has not" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reports", "code", "said"),
+    [
+        # Rank 1 has seen no death; rank 2 has seen that of rank 0.
+        ([("left", 0, -9), ("over", 1, [0, 1]), ("left", 1, 0)], 1, "rank 0 on a died after the last exchange"),
+        ([("left", 1, -9), ("over", 0, [0, 1]), ("left", 0, 0)], 0, "rank 1 on a died after the last exchange"),
+        ([("left", 0, -9), ("over", 2, [1, 2]), ("over", 1, [1, 2]), ("left", 1, -14), ("left", 2, 0)], 0, ""),
+        ([("left", 0, -9), ("unwritten",), ("over", 1, [1]), ("left", 1, 0)], 1, "rank 0 is dead"),
+    ],
+)
+def test_death_after_the_last_exchange_is_told(reports, code, said, capfd):
+    lines = []
+    for kind, *values in reports:
+        names = {"left": ("rank", "code"), "over": ("rank", "living")}.get(kind, ())
+        lines.append(json.dumps({"kind": kind, "host": "a"} | dict(zip(names, values, strict=True))))
+    with Signals() as signals:
+        attempt = run_attempt(["sh", "-c", "; ".join(rf"printf '\036{line}\n' >&2" for line in lines)], signals)
+    assert attempt.code == code
+    err = capfd.readouterr().err
+    assert said in err if said else not err
+    assert (find_failure(attempt.text, attempt.code) is not None) is bool(code)
+
+
+def test_launcher_whose_last_ranks_are_stopped_is_killed(capfd, monkeypatch):
+    monkeypatch.setenv("HVDX_TIMEOUT", "0.5")
+    monkeypatch.setattr("hvdx.cli.supervising.attempt._LOOK_SECONDS", 0.05)
+    report = r"""printf '\036{"kind": "%s"}\n' >&2; """
+    with Signals() as signals:
+        moves = run_attempt(["sh", "-c", report % "gave up" + (f"sleep 0.3; {report % 'moves'}" * 4) + "exit 3"], signals)
+        stands = run_attempt(["sh", "-c", report % "gave up" + "exec sleep 60"], signals)
+    assert (moves.code, stands.code) == (3, 1)
+    assert stands.ended - stands.began < 5
+    assert "no worker has moved" in capfd.readouterr().err
 
 
 def test_launcher_ends_with_its_supervisor(tmp_path):
