@@ -12,6 +12,8 @@ import traceback
 from logging import ERROR, INFO, WARNING
 from types import TracebackType
 
+from hvdx.foreign import printable
+
 _Error = tuple[type[BaseException], BaseException, TracebackType | None]
 
 _HEAD = "hvdx: "
@@ -138,5 +140,5 @@ def _write(record: logging.LogRecord) -> None:
     # If stderr is closed, or a signal has interrupted a write to it, there is no place left for the message.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
         # One write, so that it does not mix with the output of other ranks.
-        sys.stderr.write(f"{text}{head}{record.getMessage()}\n")
+        sys.stderr.write(f"{text}{head}{printable(record.getMessage())}\n")
         sys.stderr.flush()

@@ -12,7 +12,7 @@ from typing import Any
 from hvdx.averaging.extents import File
 from hvdx.averaging.hdf5 import Content
 from hvdx.averaging.keras_config import MOST_BYTES, parse_config
-from hvdx.averaging.limits import check_unpacked
+from hvdx.averaging.limits import check_name, check_unpacked
 from hvdx.averaging.network import Network, Values
 from hvdx.errors import AverageError
 
@@ -42,6 +42,8 @@ class KerasArchive(Network):
             ) from None
         try:
             size = path.stat().st_size
+            for entry in self._archive.infolist():
+                check_name(f"{path}", entry.filename)
             check_unpacked(f"{path}", sum(entry.file_size for entry in self._archive.infolist()), size)
             config, self.architecture = self._config()
             self._content = self._weights()
@@ -145,7 +147,9 @@ class KerasArchive(Network):
         try:
             with self._archive.open(entry) as source, target.open(fresh, "w") as sink:
                 shutil.copyfileobj(source, sink, 1 << 22)
-        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        except _DAMAGE as error:
+            if isinstance(error, OSError) and error.errno:  # of the file that is written
+                raise
             raise AverageError(
                 f"{self.path}: {entry.filename}: it is damaged ({error}). Copy or save it again."
             ) from None

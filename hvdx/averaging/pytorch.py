@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import OneFile, Output, splice
+from hvdx.averaging.limits import check_description, check_name
 from hvdx.averaging.network import Tensor, Values
 from hvdx.averaging.torch_pickle import REMEDY, read_pickle, tensors_of
 from hvdx.averaging.torch_values import View
@@ -92,7 +93,7 @@ class PyTorch(OneFile):
             try:
                 with zipfile.ZipFile(path) as archive:
                     return any(name.endswith(f"/{_PICKLE}") for name in archive.namelist())
-            except (zipfile.BadZipFile, OSError, ValueError):
+            except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
                 return False
         return head.startswith(_LEGACY)
 
@@ -128,6 +129,8 @@ class PyTorch(OneFile):
                 f"{self.path}: expected a zip archive as torch.save writes it, got none ({error}). It was cut short or "
                 "is something else: copy or save it again."
             ) from None
+        for info in infos:
+            check_name(f"{self.path}", info.filename)
         self._check_disjoint(infos)
         entries = {info.filename: info for info in infos}
         if len(entries) < len(infos):
@@ -171,6 +174,7 @@ class PyTorch(OneFile):
         usable = alignment.isdecimal() and 1 <= int(alignment) <= _MOST_ALIGNMENT
         self._alignment = int(alignment) if usable else _ALIGNMENT
         entry, where = self._entries[f"{self._root}{_PICKLE}"], f"{self.path}: {_PICKLE}"
+        check_description(where, entry.file_size, self._file.size - entry.file_size)
         nest = read_pickle(self._content(entry, _MOST_PICKLE), where)
         storages: dict[str, list[_Placed]] = {name: [] for name in self._entries}
         tensors = {}

@@ -13,6 +13,7 @@ import numpy as np
 
 from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import OneFile, Output, splice
+from hvdx.averaging.limits import check_description
 from hvdx.averaging.network import Tensor, Values
 from hvdx.errors import AverageError
 
@@ -75,6 +76,7 @@ class Safetensors(OneFile):
                 f"{self.path}: the length of its header: expected 2 to {_MOST_HEADER} bytes, got {length}. This is no "
                 "safetensors file."
             )
+        check_description(f"{self.path}: its header", length, self._file.size - length)
         text = self._file.read(8, length, "its header")
         try:
             header = json.loads(text.decode(), object_pairs_hook=_unique)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from hvdx import foreign
 from hvdx.averaging.network import Network, Values
 from hvdx.averaging.pytorch import PyTorch
 from hvdx.averaging.safetensors import Safetensors
@@ -103,7 +104,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         if index.stat().st_size > _MOST_INDEX:
             raise ValueError(f"more than {_MOST_INDEX} bytes")
-        places = json.loads(index.read_bytes())["weight_map"]
+        places = json.loads(foreign.read(index))["weight_map"]
         # A path could lead out of the folder, also when the result is written.
         if not places or not all(isinstance(name, str) and Path(name).name == name for name in places.values()):
             raise ValueError("a weight_map with values that are not names of files")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.errors import ConfigError, LaunchError
+from hvdx.foreign import printable
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -119,7 +120,7 @@ def _report(folder: Path) -> None:
 
     overview = load([folder])
     verdict = judge(overview.runs, overview.target, overview.troubles)
-    print(text(overview, verdict.text()), flush=True)
+    print(printable(text(overview, verdict.text())), flush=True)
     path = folder / "report.html"
     try:
         output.write(page.render(overview, verdict, folder.resolve().name), path, page.KIND)

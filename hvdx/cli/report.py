@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hvdx.errors import ConfigError
+from hvdx.foreign import printable
 
 NAME = "report"
 HELP = "compare recorded runs: the verdict in words, charts on one HTML page, bars in the terminal"
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         output.check(path, page.KIND, args.force)
     overview = load(args.folders, target)
     verdict = judge(overview.runs, overview.target, overview.troubles)
-    print(text(overview, verdict.text()), flush=True)
+    print(printable(text(overview, verdict.text())), flush=True)
     if not args.text:
         output.write(page.render(overview, verdict, args.folders[0].resolve().name), path, page.KIND, args.force)
         print(f"\npage: {path}")

@@ -16,6 +16,7 @@ from hvdx.cli.common.mpi_traffic import traffic_options
 from hvdx.cli.common.preflight import check_start
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.cli.common.reachable import check_hosts
+from hvdx.cli.supervising.launcher import run_launcher
 from hvdx.cli.supervising.supervisor import Job, supervise
 from hvdx.comm import spares, surviving
 from hvdx.errors import LaunchError
@@ -84,11 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='interval of --checkpoint: "5 minutes", "500 steps", "1 epoch" (default: 1 minute; 1 epoch under a '
         "parameter server and max_staleness)",
     )
+    parser.add_argument(
+        "--checkpoint-lost",
+        choices=("end", "restart"),
+        default="end",
+        help="what a restart does if the checkpoints before it are gone: end the job, or train from the beginning "
+        "(default: end)",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="command of every worker")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replace this process by mpirun, so that its exit code is the job's, or supervise mpirun; or print the command.
+    """Run mpirun and return its exit code, or supervise it; or print the command.
 
     Raises:
         LaunchError: if there is no launcher or no program, the options are wrong, or hosts do not answer.
@@ -140,9 +148,10 @@ def run(args: argparse.Namespace) -> int:
     os.environ["PATH"] = search_path()
     notes.leave_out()
     if args.max_restarts or survives:
-        return supervise(Job(command, workers, hosts, args.max_restarts, args.min_workers or 1))
-    # execv: signals and the terminal reach mpirun itself, and its exit code is that of this process.
-    return os.execv(launch[0], launch)
+        return supervise(
+            Job(command, workers, hosts, args.max_restarts, args.min_workers or 1, args.checkpoint_lost == "restart")
+        )
+    return run_launcher(launch)
 
 
 def _hosts(args: argparse.Namespace) -> dict[str, int]:

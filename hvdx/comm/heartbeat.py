@@ -39,6 +39,7 @@ class Heartbeat:
         with contextlib.suppress(OSError):  # none, or out of reach in a container
             # A process that is stopped reads nothing.
             self._pipe = os.open(os.environ.pop(VARIABLE, ""), os.O_WRONLY | os.O_NONBLOCK)
+        self._write()  # this rank has joined the others
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="hvdx heartbeat", daemon=True)
         self._thread.start()
@@ -51,13 +52,16 @@ class Heartbeat:
             os.close(self._pipe)
             self._pipe = -1
 
+    def _write(self) -> None:
+        if self._pipe >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._pipe, f"{os.getpid()} {self._limit}\n".encode())
+
     def _beat(self) -> None:
         beat = min(_BEAT, _SHARE * self._limit)
         still, before = 0.0, progress.last()
         while not self._closed.wait(beat):
-            if self._pipe >= 0:
-                with contextlib.suppress(OSError):
-                    os.write(self._pipe, f"{os.getpid()} {self._limit}\n".encode())
+            self._write()
             before, now = progress.last(), before
             still = still + beat if before == now and not progress.may_stand() else 0.0
             if still > self._limit and (name := self._name()) and (progress.busy() or self._is_awaited()):

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 #: Environment variable: name of the supervised run and number of its attempt, as in "3f2a9c01:2".
 VARIABLE = "HVDX_ATTEMPT"
+#: Environment variable: folders in which earlier attempts have saved checkpoints, as a list in JSON.
+SAVED_VARIABLE = "HVDX_SAVED"
 _SEPARATOR, _END = b"\x1e", b"\n"
 # Bytes after which a separator without an end is no report.
 _LONGEST = 4096
@@ -28,6 +30,11 @@ def attempt(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     """
     name, _, number = (os.environ if environ is None else environ).get(VARIABLE, "").partition(":")
     return name, number
+
+
+def has_saved(folder: str | os.PathLike[str]) -> bool:
+    """Return whether an earlier attempt of this job has saved checkpoints in a folder."""
+    return os.path.abspath(folder) in json.loads(os.environ.get(SAVED_VARIABLE) or "[]")
 
 
 def report(kind: str, **values: object) -> None:

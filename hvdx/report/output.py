@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdx import foreign
 from hvdx.errors import ConfigError
 
 
@@ -58,7 +59,7 @@ def check(path: Path, kind: Kind, force: bool = False) -> None:
         ConfigError: if it may not.
     """
     try:
-        with path.open("rb") as file:
+        with foreign.open_regular(path) as file:
             own = kind.mark in file.read(1000)
     except FileNotFoundError:
         own = True

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdx import foreign
 from hvdx.errors import ConfigError
 from hvdx.report.attempts import join_attempts
 from hvdx.report.records import OUTCOME, Run, read, read_outcome
@@ -294,7 +295,7 @@ def load(folders: Sequence[str | os.PathLike[str]], target: tuple[str, float] | 
 
 def _comparison(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / COMPARISON).read_text())
+        found = json.loads(foreign.read(folder / COMPARISON))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -19,13 +19,14 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvdx import foreign
 from hvdx.errors import ConfigError
 from hvdx.log import Log
 from hvdx.report import lines
@@ -405,23 +406,36 @@ def read_outcome(folder: Path) -> dict[str, Any]:
         folder: folder of the run.
     """
     try:
-        found = json.loads((folder / OUTCOME).read_text())
+        found = json.loads(foreign.read(folder / OUTCOME))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, which only a line feed ends; in place of one that is too long, a remark.
+
+    Raises:
+        ConfigError: if the file cannot be read.
+    """
+    try:
+        with foreign.open_regular(path) as file:
+            while data := file.readline(foreign.LARGEST):
+                whole = data.endswith(b"\n") or len(data) < foreign.LARGEST
+                line = data.removesuffix(b"\n").decode(errors="replace")
+                yield line if whole else f"a line of more than {foreign.LARGEST} bytes"
+                while not data.endswith(b"\n") and (data := file.readline(foreign.LARGEST)):
+                    pass
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a record, got: {error.strerror}. Do: remove it, or repair it.") from error
+
+
 def _read_file(path: Path) -> list[RankRecord]:
     records: list[RankRecord] = []
     columns: list[dict[str, list[list[float]]]] = []
-    try:
-        text = path.read_text(errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a record, got: {error.strerror}. Do: remove it, or repair it.") from error
     left_out: list[str] = []
     last_step, in_fit = 0.0, False
-    # Only "\n" ends a line; `splitlines` would also divide damaged ones.
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(_lines(path), 1):
         kind, values, problem = lines.decode(line, last_step)
         if problem:
             if line and not (not kind and lines.is_cut_off(line)):

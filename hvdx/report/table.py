@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from hvdx.foreign import printable
+
 #: Columns of a terminal.
 WIDTH = 80
 
@@ -21,7 +23,7 @@ def render(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
         a    1
         bc  20
     """
-    lines = [list(header)] * bool(header) + [list(row) for row in rows]
+    lines = [list(map(printable, line)) for line in [*[header] * bool(header), *rows]]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
     if header:

@@ -4,6 +4,7 @@
     python jobs/benchmarks/survival.py --deaths    # deaths of all kinds at all places: some twenty minutes
     python jobs/benchmarks/survival.py --accuracy  # a worker dies in each epoch, and a spare replaces it; or not
     python jobs/benchmarks/survival.py --goodput 30  # a worker is killed each minute, for 30 minutes
+    python jobs/benchmarks/survival.py --goodput 10 --stop  # a worker is stopped each minute, and never continued
 
 A death is a signal (SIGKILL, SIGSEGV), `os._exit` or an exception, in the first step, in the middle of a step, inside a
 collective, in validation, while a checkpoint is written, at a flush, or at the end of an epoch. Its seconds are the
@@ -48,6 +49,8 @@ _LIMIT = 180
 _START = 10
 # Seconds of the pause in a step, and steps of an epoch, for goodput.
 _PAUSE, _STEPS = 0.05, 200
+# HVDX_TIMEOUT of workers that are stopped.
+_PATIENCE = "10"
 # Seconds after a death in which no step may take long.
 _WATCHED = 2.0
 # Steps of a run of the first part that are left out: they compile, and choose a density.
@@ -60,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--deaths", action="store_true", help="measure deaths in place of steps")
     parser.add_argument("--accuracy", action="store_true", help="measure accuracy with deaths, in place of steps")
     parser.add_argument("--goodput", type=int, metavar="MINUTES", help="measure goodput with a death in each minute")
+    parser.add_argument("--each", type=float, default=60, metavar="S", help="seconds between two deaths of --goodput")
+    parser.add_argument("--stop", action="store_true", help="stop the workers of --goodput, in place of killing them")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of --accuracy")
     parser.add_argument("--epochs", type=int, default=5, metavar="N", help="epochs of --accuracy")
     parser.add_argument("--ranks", type=harness.several(int), help="numbers of workers (default: 2, or 4,3,2)")
@@ -124,19 +129,20 @@ def _start(ranks: int, survives: bool, spares: int = 0) -> list[str]:
 
 
 def _goodput(options: argparse.Namespace) -> int:
-    """Kill a worker each minute, and print the goodput; return 1 if the goal is missed."""
+    """Kill or stop a worker each minute, and print the goodput; return 1 if the goal is missed."""
     (ranks,) = options.ranks or (3,)
-    kills = options.goodput - 1
+    kills = int(60 * options.goodput / options.each) - 1
     left_before = _left_over()
     with tempfile.TemporaryDirectory() as name:
         folder, over = Path(name), threading.Event()
-        killer = threading.Thread(target=_kill_workers, args=(folder, kills, over))
+        killer = threading.Thread(target=_kill_workers, args=(folder, kills, over, options.each, options.stop))
         killer.start()
         setting = {"minutes": options.goodput, "shared": name}
         start = _start(ranks, True, spares=kills)
         try:
             limit = 60 * options.goodput + _LIMIT + _START * (ranks + kills)
-            ended = harness.launch(__file__, setting, ranks, limit=limit, start=start)
+            patience = {"HVDX_TIMEOUT": _PATIENCE} if options.stop else {}
+            ended = harness.launch(__file__, setting, ranks, limit=limit, start=start, env=patience)
         finally:
             over.set()
             killer.join()
@@ -149,6 +155,8 @@ def _goodput(options: argparse.Namespace) -> int:
     goodput = full * sum(sizes[1:]) / ranks / (times[-1] - times[0])
     figures: Row = {
         "ranks": ranks,
+        "each": options.each,
+        "stopped": options.stop,
         "minutes": (times[-1] - times[0]) / 60,
         "deaths": died,
         "goodput": goodput,
@@ -158,12 +166,15 @@ def _goodput(options: argparse.Namespace) -> int:
     }
     harness.write(options.json, figures)
     print(
-        f"{died} deaths of {ranks} workers in {figures['minutes']:.1f} minutes: goodput {goodput:.3f}, longest step "
-        f"{figures['longest_step']:.2f} s, memory of rank 0 {memory[len(memory) // 10] / 1e6:.0f} MB early and "
-        f"{memory[-1] / 1e6:.0f} MB at the end, left over: {', '.join(figures['left_over']) or 'nothing'}"
+        f"{died} {'stops' if options.stop else 'deaths'} of {ranks} workers in {figures['minutes']:.1f} minutes: "
+        f"goodput {goodput:.3f}, longest step {figures['longest_step']:.2f} s, memory of rank 0 "
+        f"{memory[len(memory) // 10] / 1e6:.0f} MB early and {memory[-1] / 1e6:.0f} MB at the end, left over: "
+        f"{', '.join(figures['left_over']) or 'nothing'}"
     )
-    print(f"the goal is {SHARE}: {'met' if goodput >= SHARE else 'missed'}")
-    return 0 if goodput >= SHARE and not figures["left_over"] else 1
+    # All wait for a worker that is stopped, until it is ended.
+    goal = SHARE - (float(_PATIENCE) / options.each if options.stop else 0)
+    print(f"the goal is {goal:.2f}: {'met' if goodput >= goal else 'missed'}")
+    return 0 if goodput >= goal and not figures["left_over"] else 1
 
 
 def _left_over() -> set[str]:
@@ -177,17 +188,17 @@ def _left_over() -> set[str]:
     return found
 
 
-def _kill_workers(folder: Path, kills: int, over: threading.Event) -> None:
-    """Kill one of the workers each minute, those with low numbers first: rank 0 is among them."""
+def _kill_workers(folder: Path, kills: int, over: threading.Event, each: float, stop: bool) -> None:
+    """Kill or stop one of the workers each minute, those with low numbers first: rank 0 is among them."""
     while not over.wait(1) and not (folder / "steps").exists():
         pass
     for number in range(kills):
-        if over.wait(60):
+        if over.wait(each):
             return
         working = sorted(folder.glob("works-*"), key=lambda path: int(path.name.split("-")[1]))
         victim = working[number % len(working)]
         victim.rename(folder / f"killed-{number}")
-        os.kill(int(victim.name.split("-")[2]), signal.SIGKILL)
+        os.kill(int(victim.name.split("-")[2]), signal.SIGSTOP if stop else signal.SIGKILL)
 
 
 def _train_for_minutes(setting: argparse.Namespace) -> Row:

@@ -4,6 +4,7 @@
 
 import io
 import json
+import os
 import pickle
 import resource
 import struct
@@ -99,6 +100,15 @@ def overlapping(path):
     content = bytearray(path.read_bytes())
     first, second = content.index(b"PK\x03\x04", content.index(b"a/byteorder")), content.rindex(b"PK\x01\x02")
     content[second + 42 : second + 46] = struct.pack("<I", first)
+    path.write_bytes(content)
+
+
+def of_later_version(path):
+    """Write an archive that only a later version of zip can extract."""
+    zipped(path, {"config.json": b"{}"})
+    content = bytearray(path.read_bytes())
+    at = content.index(b"PK\x01\x02")
+    content[at + 6 : at + 8] = struct.pack("<H", 99)
     path.write_bytes(content)
 
 
@@ -204,6 +214,31 @@ MALFORMED = {
         lambda path: headed(path, {"w": {"dtype": "F32", "shape": [1 << 60] * 500, "data_offsets": [0, 4]}}),
         "its header: expected",
     ),
+    # Half a million take 40 s to read.
+    "tensors without elements": (
+        "safetensors",
+        lambda path: headed(
+            path, {f"w{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(80_000)}
+        ),
+        "its header: expected at most 4194",
+    ),
+    "opcodes": ("pt", pytorch_with(b"\x80\x02" + b"N0" * (3 << 20) + b"N."), "data.pkl: expected at most 4194"),
+    "name that leaves the archive": (
+        "pt",
+        lambda path: zipped(path, {"a/data.pkl": pickled({"w": 1}), "a/../../.bashrc": b""}),
+        "a/../../.bashrc: expected an entry within the archive",
+    ),
+    "absolute name": (
+        "keras",
+        lambda path: zipped(path, {"config.json": b"{}", "/etc/motd": b""}),
+        "/etc/motd: expected an entry within the archive",
+    ),
+    "later zip version": ("keras", of_later_version, "expected a zip archive"),
+    "control codes": (
+        "safetensors",
+        lambda path: headed(path, {"\x1b[2Jw": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
+        "\\x1b[2Jw: expected",
+    ),
 }
 
 
@@ -216,6 +251,16 @@ def zipped(path, entries):
 def headed(path, header):
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize("name", ["w.safetensors", "w.keras", "w.pt", "w.h5", "w", "model.safetensors.index.json"])
+def test_file_that_is_none_is_refused(kind, name, tmp_path, capsys):
+    path = tmp_path / name
+    os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
+    for given in (path, tmp_path):
+        assert main(["average", str(given), str(given), "-o", str(tmp_path / "mean.keras")]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.replace(" ", "-"))

@@ -3,6 +3,7 @@
 # Tests: hvdx/report/lines.py
 
 import json
+import os
 
 import pytest
 
@@ -121,10 +122,38 @@ def test_record_without_a_fit_is_an_error_in_one_line(tmp_path, content, capsys)
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_record_that_cannot_be_opened_is_named(tmp_path, capsys):
-    (tmp_path / "rank-0.jsonl").mkdir()
+@pytest.mark.parametrize("kind", ["folder", "fifo", "device", "nothing"])
+def test_record_that_cannot_be_read_is_named(kind, tmp_path, capsys):
+    path = tmp_path / "rank-0.jsonl"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+        os.mkfifo(tmp_path / "outcome.json")
+        os.mkfifo(tmp_path / "compare.json")
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else "missing")
     assert main(["report", "--text", str(tmp_path)]) == 2
-    assert "rank-0.jsonl: expected a record, got: Is a directory" in capsys.readouterr().err
+    said = "No such file" if kind == "nothing" else "not a regular file"
+    assert f"rank-0.jsonl: expected a record, got: {said}" in capsys.readouterr().err
+
+
+def test_line_that_is_too_long_is_left_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hvdx.foreign.LARGEST", 10_000)
+    long = '{"kind":"epoch","logs":{"' + "x" * 30_000 + '":1}}\n'
+    (tmp_path / "rank-0.jsonl").write_text(long.join(json.dumps(line) + "\n" for line in GOOD))
+    assert [len(run.ranks[0].epochs) for run in read(tmp_path)] == [1]
+    assert "got 'a line of more than 10000 bytes'" in capsys.readouterr().err
+
+
+def test_control_codes_of_a_record_do_not_reach_the_terminal(tmp_path, capsys):
+    (tmp_path / "rank-0.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in GOOD).replace("loss", "lo\\u001b[2Jss")
+    )
+    assert main(["report", "--text", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert "lo\\x1b[2Jss" in out
 
 
 def test_lines_of_a_fit_without_its_first_line_count_for_no_other_fit(tmp_path, capsys):

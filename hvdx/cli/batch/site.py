@@ -103,7 +103,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"site file: expected to read {path}, got: {error.strerror}. "
             f"Do: hvdx job site > {path}, or unset {VARIABLE}."
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"site file {path}: expected TOML, got: {error}. Do: compare it with the example of hvdx job site."
         ) from None

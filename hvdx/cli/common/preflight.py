@@ -4,11 +4,15 @@ import os
 import re
 import stat
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvdx.errors import LaunchError
 from hvdx.strategies import resolve
+
+# Bytes that must fit into the folder for temporary files: sockets and the description of a job take less.
+_SCRATCH_BYTES = 1 << 18
 
 
 def check_start(words: Sequence[str], command: str) -> None:
@@ -19,7 +23,8 @@ def check_start(words: Sequence[str], command: str) -> None:
         command: subcommand of hvdx, for the messages.
 
     Raises:
-        LaunchError: if Keras has another backend, or Python reads its script from standard input.
+        LaunchError: if Keras has another backend, Python reads its script from standard input, or the folder for
+            temporary files is full.
         ConfigError: if `HVDX_STRATEGY` is no strategy.
     """
     backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
@@ -34,6 +39,15 @@ def check_start(words: Sequence[str], command: str) -> None:
             f"alone could read. Do: save it as train.py, then hvdx {command} ... {words[0]} train.py"
         )
     resolve(None)
+    folder = os.environ.get("TMPDIR") or "/tmp"
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(_SCRATCH_BYTES))
+    except OSError as error:
+        raise LaunchError(
+            f"{command}: TMPDIR: expected a folder with some room for MPI's files, got {folder}: {error.strerror}. "
+            f"Do: free some of it, or TMPDIR=/another/folder hvdx {command} ..."
+        ) from error
 
 
 def _reads_its_script_from_stdin(words: Sequence[str]) -> bool:

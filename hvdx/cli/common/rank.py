@@ -69,28 +69,32 @@ def _run_beside(program: list[str], rank: int) -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: os.kill(child, number))
-    code = os.waitstatus_to_exitcode(_wait(child, rank, (heartbeat, beats), ended))
-    _load("supervision").report("left", rank=rank, code=code, host=os.uname().nodename)
+    status, joined = _wait(child, rank, (heartbeat, beats), ended)
+    code = os.waitstatus_to_exitcode(status)
+    _load("supervision").report("left", rank=rank, code=code, host=os.uname().nodename, joined=joined)
     if code:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)
 
 
-def _wait(child: int, rank: int, pipe: tuple[int, int], ended: int) -> int:
-    """Wait for the child, and return its status; end its rank if it is stopped, which `hvdx.comm.heartbeat` explains.
+def _wait(child: int, rank: int, pipe: tuple[int, int], ended: int) -> tuple[int, bool]:
+    """Wait for the child; end its rank if it is stopped, which `hvdx.comm.heartbeat` explains.
 
     Args:
         child: process.
         rank: its rank, for messages.
         pipe: ends of the pipe with the rank's heartbeat.
         ended: file descriptor with a byte when the child has ended.
+
+    Returns:
+        Status of the child, and whether its rank has joined the others.
     """
     heartbeat, beats = pipe
     process, limit, silent, told = 0, math.inf, 0.0, -math.inf
     while True:
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
-            return status
+            return status, bool(process or (select.select([heartbeat], [], [], 0)[0] and os.read(heartbeat, 1)))
         ready, _, _ = select.select([heartbeat, ended], [], [], _LOOK_SECONDS)
         if ended in ready:
             os.read(ended, 1 << 10)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdx import foreign
 from hvdx.cli.common.processes import search_path
 from hvdx.errors import ConfigError
 from hvdx.report.overview import COMPARISON, ONE_WORKER, Setting
@@ -205,7 +206,7 @@ def _check_same(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(foreign.read(path))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,7 +1,6 @@
 """One attempt of a supervised job: the launcher, its output, and what the ranks report."""
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdx.cli.common.processes import exit_reason, kill_group
+from hvdx.cli.supervising.launcher import Signals, end_with_parent
 from hvdx.cli.supervising.lifelines import Lifelines
 from hvdx.comm import supervision
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
@@ -21,13 +21,13 @@ _log = Log(__name__)
 
 # Bytes of each output that are kept for `find_failure`: tracebacks of TensorFlow on many ranks are long.
 _KEPT = 100_000
-# Seconds after the end of the launcher until processes that still hold its output are killed.
+# Seconds after the end of the launcher, or of a worker for which the others wait without end, until those that are left
+# are killed.
 _LINGER = 5.0
 # Seconds for the rest of an output after that.
 _KILLED = 1.0
 # Seconds from the end of the last worker's script until a launcher that has not ended is killed; between two looks.
 _END_SECONDS, _LOOK_SECONDS = 60.0, 1.0
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 # Open MPI's line for a collective that a death has ended (75, MPI_ERR_PROC_FAILED) or another rank (77, revoked).
 _NOISE = re.compile(rb"NBC_Progress: an error 7[57] was found during schedule \w+ at row-offset \d+ - [a-z ]*\n\n?")
 
@@ -46,9 +46,11 @@ class Attempt:
         text: end of its output.
         left: exit code of each worker that has ended; none unless the job survives the death of a rank.
         over: time at which the script of the last living worker had ended; None before, and unless the job survives.
+        folders: folders of its checkpoints.
         gave_up: whether a worker has waited in vain for another one, and has ended.
         heard: time of the last report.
         unwritten: whether rank 0 has died in the last callbacks of a fit.
+        absent: sentence about a worker that has died before it joined the others, which wait for it without end.
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -61,9 +63,11 @@ class Attempt:
     text: str = ""
     left: list[int] = field(default_factory=list)
     over: float | None = None
+    folders: set[str] = field(default_factory=set)
     gave_up: bool = False
     heard: float = field(default_factory=time.monotonic)
     unwritten: bool = False
+    absent: str = ""
     _beside: set[object] = field(default_factory=set)
     _ended: set[object] = field(default_factory=set)
     _living: list[object] | None = None
@@ -84,6 +88,7 @@ class Attempt:
             elif report["kind"] == "saved":
                 self.saved = time.monotonic() - float(str(report.get("seconds", 0)))
                 self.position, self.saves = str(report.get("position", "")), True
+                self.folders.add(str(report.get("folder", "")))
             elif report["kind"] in ("spare", "server"):
                 # It ends with 0, whatever the workers do.
                 self._beside.add(report.get("rank"))
@@ -96,6 +101,9 @@ class Attempt:
                 self.left.append(0 if code == -signal.SIGALRM and report.get("rank") in self._ended else code)
                 if code and report.get("rank") not in self._ended:
                     self._dead[report.get("rank")] = code, report.get("host", "")
+                if code and not report.get("joined", True):
+                    who = f"rank {report.get('rank')} on {report.get('host', '')}"
+                    self.absent = f"{who} died before it had joined the others: {exit_reason(code)}"
 
     def _note_end(self, rank: object, living: list[object]) -> None:
         """Note that the script of a rank has ended, and the workers of its last exchange."""
@@ -142,33 +150,6 @@ class Attempt:
         return self.began if self.trained is None else self.trained
 
 
-class Signals:
-    """Signals to this process, which are passed on to the launcher.
-
-    Attributes:
-        received: signals that ask the job to end.
-    """
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "Signals":
-        self._before = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: object) -> None:
-        self.received.append(number)
-        if self.process is not None:
-            self.process.send_signal(number)
-
-
 def run_attempt(command: Sequence[str], signals: Signals, hosts: Sequence[str] = ()) -> Attempt:
     """Run the launcher to its end, with its output on that of this process; kill it if a host is lost.
 
@@ -183,15 +164,14 @@ def run_attempt(command: Sequence[str], signals: Signals, hosts: Sequence[str] =
         OSError: if it cannot be started.
     """
     attempt = Attempt()
-    library = ctypes.CDLL(None)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        # If this process is killed, the launcher is to end its ranks. No other thread runs here: the copies have ended.
-        preexec_fn=lambda: library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509
+        # No other thread runs here: the copies have ended.
+        preexec_fn=end_with_parent(),  # noqa: PLW1509
     )
     signals.process = process
     if signals.received:  # between two attempts
@@ -229,6 +209,8 @@ def run_attempt(command: Sequence[str], signals: Signals, hosts: Sequence[str] =
     for line in late:
         _log.warning(f"{line}.")
     attempt.ended = time.monotonic()
+    if attempt.absent:
+        losses.append(attempt.absent)
     said = [*(f"hvdx: {line}".encode() for line in losses + late), *map(bytes, kept[::-1])]
     attempt.text = b"\n".join(said).decode(errors="replace")
     return attempt
@@ -248,8 +230,10 @@ def _wait(process: subprocess.Popen[bytes], attempt: Attempt) -> int:
             kill_group(process)
             process.wait()
             return 0
-        if attempt.gave_up and time.monotonic() - attempt.heard > limit:
-            _log.warning(f"no worker has moved for {limit:.0f} s ({LIMIT_VARIABLE}): the job is ended.")
+        silent = time.monotonic() - attempt.heard
+        if (attempt.absent and silent > _LINGER) or (attempt.gave_up and silent > limit):
+            stands = f"no worker has moved for {limit:.0f} s ({LIMIT_VARIABLE})"
+            _log.warning(f"{attempt.absent or stands}; the job is ended.")
             kill_group(process)
             process.wait()
             return 1

@@ -42,7 +42,8 @@ _PATTERNS = (
     r"hvdx: (?P<reason>\w+Error: .*)",
     # hvdx: cli/supervising/attempt.py
     r"hvdx: host (?P<host>\S+) is lost: (?P<reason>.*)",
-    r"hvdx: rank (?P<rank>\d+) on (?P<host>\S+) died after the last exchange: (?P<reason>.*)",
+    r"hvdx: rank (?P<rank>\d+) on (?P<host>\S+) died (?:after the last exchange|before it had joined the others): "
+    r"(?P<reason>.*)",
     # Open MPI: help-prun.txt, help-errmgr-base.txt
     r"process\s+rank\s+(?P<rank>\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+(?P<host>\S+)\s+exited\s+on\s+"
     r"signal\s+(?P<signal>\d+)",

@@ -1,5 +1,6 @@
 """The restarts of a job after failures: when, on which hosts, and what the user is told."""
 
+import json
 import os
 import time
 import uuid
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from hvdx.cli.common.reachable import absent_hosts
 from hvdx.cli.supervising.attempt import Attempt, Signals, run_attempt
 from hvdx.cli.supervising.failure import Failure, find_failure, would_repeat
+from hvdx.cli.supervising.launcher import code_after
 from hvdx.comm import supervision
 from hvdx.comm.preemption import REQUEUE_CODE
 from hvdx.log import Log
@@ -36,6 +38,7 @@ class Job:
         hosts: hosts, each with its largest number of workers; empty for this machine.
         max_restarts: largest number of restarts.
         min_workers: least number of workers that a restart may have.
+        begins_anew: whether a restart may train from the beginning if the folder of its checkpoints is gone.
     """
 
     command: Callable[[dict[str, int], int], list[str]]
@@ -43,6 +46,7 @@ class Job:
     hosts: Mapping[str, int]
     max_restarts: int
     min_workers: int = 1
+    begins_anew: bool = False
 
 
 def supervise(
@@ -73,6 +77,8 @@ class _Supervisor:
         # Failures in a row without a new checkpoint.
         self._idle = 0
         self._told = False
+        # Folders with checkpoints of earlier attempts.
+        self._folders: set[str] = set()
 
     def run(self) -> int:
         name, most = uuid.uuid4().hex[:8], self._job.max_restarts + 1
@@ -86,8 +92,10 @@ class _Supervisor:
                 self._end(number, attempt)
                 return 0
             code = 128 - attempt.code if attempt.code < 0 else attempt.code or 1
-            if code == REQUEUE_CODE or self._signals.received:
+            if code == REQUEUE_CODE:
                 return code
+            if self._signals.received:
+                return code_after(self._signals.received, code)
             if most == 1:
                 return code
             head = f"attempt {number} of {most} failed: {failure}. {_lost(attempt)}"
@@ -99,6 +107,9 @@ class _Supervisor:
             if reason:
                 _log.error(f"{head} No restart: {reason}.")
                 return code
+            self._folders |= attempt.folders
+            if not self._job.begins_anew:
+                os.environ[supervision.SAVED_VARIABLE] = json.dumps(sorted(self._folders))
             before = None if attempt.has_trained else failure
             self._useful += attempt.useful
             self._idle = self._idle + 1 if attempt.saved is None else 0

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
+from hvdx import foreign
 from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import Output
 from hvdx.averaging.safetensors import DTYPES, SMALL_FLOATS
@@ -127,7 +128,7 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
         yield
     except HvdxError:
         raise
-    except (EOFError, KeyError, ValueError, TypeError, FileNotFoundError) as error:
+    except (EOFError, KeyError, ValueError, TypeError, FileNotFoundError, foreign.NotAFileError) as error:
         raise CheckpointError(f"{path.name} is damaged or missing ({type(error).__name__}: {error})") from error
 
 
@@ -152,7 +153,7 @@ class Arrays(Mapping[str, np.ndarray]):
         Raises:
             CheckpointError: if the file is damaged.
         """
-        with as_checkpoint_error(path), path.open("rb") as file:
+        with as_checkpoint_error(path), foreign.open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             size = os.fstat(file.fileno()).st_size
             if not 2 <= length <= size - 8:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
+from hvdx import foreign
 from hvdx.averaging.output import sync
 from hvdx.comm import Comm
 from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
@@ -335,7 +336,7 @@ class Saved:
     def __init__(self, path: Path):
         self.path = path
         with as_checkpoint_error(path / "manifest.json"):
-            text = (path / "manifest.json").read_text()
+            text = foreign.read(path / "manifest.json").decode()
             content = dict(json.loads(text))
             # Formats 1 to 3 had no checksum.
             self.manifest = content if content.get("format") in (1, 2, 3) and SEAL not in content else unsealed(text)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvdx import foreign
 from hvdx.comm import supervision
 from hvdx.comm.waiting import until
 from hvdx.errors import ConfigError
@@ -162,7 +163,7 @@ def _now() -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(foreign.read(path))
     except (OSError, ValueError):  # being written
         return {}
     return found if isinstance(found, dict) else {}

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdx.comm import supervision
 from hvdx.errors import CheckpointError, ConfigError, ReplicaError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
@@ -89,7 +90,8 @@ def restore_newest(folder: Folder, model: keras.Model) -> Restored | None:
         The restored state, or None without a checkpoint.
 
     Raises:
-        ConfigError: if the checkpoint is of another model or optimiser.
+        ConfigError: if the checkpoint is of another model or optimiser; on all ranks, if this job has been started
+            again, and the checkpoints that it has saved are gone.
         ReplicaError: on all ranks, if all checkpoints are damaged, or if reading fails on some ranks.
     """
     positions = folder.positions()
@@ -101,6 +103,11 @@ def restore_newest(folder: Folder, model: keras.Model) -> Restored | None:
         raise ReplicaError(
             f"{folder.path}: all checkpoints are damaged: {', '.join(map(str, positions))}. They were set aside as "
             "damaged-...; start again to train from the beginning."
+        )
+    if supervision.has_saved(folder.path):
+        raise ConfigError.on_all_ranks(
+            f"{folder.path}: expected the checkpoints that this job has saved before its restart, got none. Do: bring "
+            "the folder back; or begin anew: hvdx run --checkpoint-lost restart"
         )
     return None
 

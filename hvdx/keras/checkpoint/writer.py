@@ -170,7 +170,8 @@ class Writer:
                 if not self._await_others():
                     return
                 self._folder.publish(self._partial, position, self._keep)
-                supervision.report("saved", position=str(position), seconds=time.monotonic() - copied)
+                folder, seconds = os.path.abspath(self._folder.path), time.monotonic() - copied
+                supervision.report("saved", position=str(position), seconds=seconds, folder=folder)
         except Exception as error:
             self._problem = error
             self._report_failure(error)

@@ -92,22 +92,21 @@ class DensityControl:
         self.density, self._restored = density, True
         self._period.restore(period)
 
-    def observe(self, computing: float, costs: Sequence[float], overhead: float | None = None) -> None:
+    def observe(self, computing: float, costs: Sequence[float]) -> None:
         """Add one exchange, and change `density` or `period` if a review is due.
 
         Args:
             computing: seconds of computing since the exchange before.
             costs: seconds that the exchange took on each rank.
-            overhead: budget of this exchange, if it is not the usual one.
         """
-        overhead = overhead or self._overhead
         self._steps += 1
         self._computing = [*self._computing, computing][-4 * _WINDOW :]
         if self._steps == _PROBED and not self._restored:
             # The computing time is that of the last step: none was measured before the first one.
-            if self._period.guess(self._network.latency, overhead * computing):
+            budget = self._overhead * computing
+            if self._period.guess(self._network.latency, budget):
                 self._computing = []
-            self.density = min(self.density, affordable_density(self._transfer, overhead * computing * self.period))
+            self.density = min(self.density, affordable_density(self._transfer, budget * self.period))
         if self._left_out:
             self._left_out -= 1
             return
@@ -116,7 +115,7 @@ class DensityControl:
         self._costs.append(costs)
         if len(self._costs) == (_WINDOW if self._reviews else _FIRST_WINDOW):
             cost = float(np.quantile(self._costs, _QUANTILE, axis=0).max())
-            self._review(overhead * median(self._computing), cost)
+            self._review(self._overhead * median(self._computing), cost)
             self._costs = []
 
     def _review(self, budget: float, cost: float) -> None:

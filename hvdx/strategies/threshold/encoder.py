@@ -119,7 +119,6 @@ class ThresholdEncoder(Encoder):
         self._n, self._rank = sum(s.elements for s in specs), comm.world_ranks[comm.rank]
         # Median of the thresholds in the last step.
         self._tau, self._warned = 0.0, False
-        self._step = 0
         # Entries of each of the last steps with entries of this rank; whether there is nobody to learn from.
         self._entries: list[int] = []
         self._alone, self._starved = comm.size == 1, False
@@ -171,8 +170,7 @@ class ThresholdEncoder(Encoder):
         return self.codec
 
     def encode(self, step_input: StepInput, step: int) -> Encoded:
-        tensors, self._step = step_input.tensors, step
-        codec = self._codec_of(step)
+        tensors, codec = step_input.tensors, self._codec_of(step)
         # With the subtraction of the previous step this adds update + lookahead * (update - previous update), and the
         # previous update need not be stored.
         try:
@@ -185,7 +183,6 @@ class ThresholdEncoder(Encoder):
         return Encoded(message, codec, tensors, entries, density, self._tau, starved)
 
     def silent(self, step: int) -> Encoded:
-        self._step = step
         return Encoded(np.zeros(0, np.uint8), self._codec_of(step), tau=float(self.state.tau))
 
     def _warn_of_size(self, size: int) -> None:
@@ -253,8 +250,7 @@ class ThresholdEncoder(Encoder):
     def observe_cost(self, computing: float, costs: Sequence[float]) -> None:
         # The same on all ranks, those included that sent nothing.
         if self._control is not None and self.codec.target_density == self._control.density:
-            overhead = self.options.start.overhead(self._step, self.options.overhead)
-            self._control.observe(computing, costs, overhead)
+            self._control.observe(computing, costs)
             self._density = self._control.density
 
     # -- the residual, and the rest of the state ----------------------------------------------------------------------

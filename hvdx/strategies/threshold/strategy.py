@@ -63,8 +63,8 @@ class Threshold(Strategy):
             by the second moment of the ranks' mean gradient. "own": they divide by that of their rank's gradients,
             which makes the steps too small if gradients are mostly noise. The option has no effect on other optimisers,
             nor with placement="gradient".
-        warmup: "none", or "density:200" (falls from 1/8 to the target in 200 steps; with an automatic density, the
-            budget falls from ten times `overhead` to it). "auto": "density:200", unless tau is fixed.
+        warmup: "none", or "density:200" (falls from 1/8 to the target in 200 steps; an automatic density starts at
+            1/8, and then is what `overhead` allows). "auto": "density:200", unless tau is fixed.
         max_staleness: with 0 all workers take each step together. With "inf" nobody waits until the end of an epoch:
             each worker applies messages as they come, in the same order on all workers, and a fast worker takes more of
             the steps of an epoch.

@@ -8,8 +8,6 @@ from hvdx.errors import ConfigError
 DEFAULT_STEPS = 200
 #: Density in the first step of a warm-up.
 START = 1 / 8
-# Multiple of the overhead that an exchange may take in the first step of a warm-up.
-_FIRST_SHARE = 10.0
 # Warm-ups of earlier versions, and why they went.
 _REMOVED = {
     "workers": "it dropped the updates of most workers, and no training was better with it",
@@ -28,21 +26,6 @@ class Warmup:
     """
 
     steps: int = 0
-
-    def overhead(self, step: int, target: float) -> float:
-        """Return the share of a step's computing time that an exchange may take under an automatic density.
-
-        Args:
-            step: number of the step, from 0.
-            target: share after the warm-up. That of the first step is ten times as large.
-
-        Example:
-            >>> [round(Warmup(2).overhead(step, 0.1), 3) for step in range(3)]
-            [1.0, 0.316, 0.1]
-        """
-        if step >= self.steps:
-            return target
-        return float(target * _FIRST_SHARE ** (1 - step / self.steps))
 
     def density(self, step: int, target: float) -> float:
         """Return the density of a step.

@@ -60,6 +60,7 @@ def test_table_of_the_system_wins(write):
         ("signal = true", "signal: expected a whole number"),
         ("env_setup = [1]", "env_setup: expected lines"),
         ("account = ", "expected TOML"),
+        ("account = " + "[" * 5000, "expected TOML"),
     ],
 )
 def test_mistakes_are_errors(text, message, write):

@@ -13,11 +13,12 @@ from hvdx.cli.main import main
     [
         ("KERAS_BACKEND", "jax", "KERAS_BACKEND=jax: expected tensorflow"),
         ("HVDX_STRATEGY", "treshold", "did you mean threshold?"),
+        ("TMPDIR", "/missing", "TMPDIR: expected a folder with some room for MPI's files, got /missing: No such file"),
     ],
 )
 def test_environment_of_no_training_is_refused(monkeypatch, capsys, variable, value, named):
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("hvdx.cli.run.run_launcher", lambda *_: pytest.fail("started"))
     for command in ("run", "lab"):
         assert main([command, "-n", "2", "python", "train.py"]) == 2
         said = capsys.readouterr().err

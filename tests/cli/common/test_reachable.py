@@ -54,6 +54,6 @@ def test_hosts_that_answer_and_other_ways_than_ssh_pass(ssh):
 def test_run_says_it_before_the_launcher_starts(ssh, capsys, monkeypatch):
     mpi = Mpi("Open MPI", "5.0.11", mpirun="/opt/mpirun", launcher_vendor="Open MPI")
     monkeypatch.setattr("hvdx.cli.run.find_mpi", lambda: mpi)
-    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("the launcher was started"))
+    monkeypatch.setattr("hvdx.cli.run.run_launcher", lambda *_: pytest.fail("the launcher was started"))
     assert main(["run", "--hosts", "typo:2", "sh", "-c", "true"]) == 2
     assert "run: --hosts: expected hosts on which ssh starts commands without a password" in capsys.readouterr().err

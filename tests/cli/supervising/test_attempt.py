@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli.supervising.attempt import Attempt, Signals, run_attempt
+from hvdx.cli.supervising.attempt import Attempt, run_attempt
 from hvdx.cli.supervising.failure import find_failure
+from hvdx.cli.supervising.launcher import Signals
 from hvdx.comm import supervision
 from tests.launch import ROOT
 
@@ -94,7 +95,9 @@ def test_launcher_whose_last_ranks_are_stopped_is_killed(capfd, monkeypatch):
     monkeypatch.setattr("hvdx.cli.supervising.attempt._LOOK_SECONDS", 0.05)
     report = r"""printf '\036{"kind": "%s"}\n' >&2; """
     with Signals() as signals:
-        moves = run_attempt(["sh", "-c", report % "gave up" + (f"sleep 0.3; {report % 'moves'}" * 4) + "exit 3"], signals)
+        moves = run_attempt(
+            ["sh", "-c", report % "gave up" + (f"sleep 0.3; {report % 'moves'}" * 4) + "exit 3"], signals
+        )
         stands = run_attempt(["sh", "-c", report % "gave up" + "exec sleep 60"], signals)
     assert (moves.code, stands.code) == (3, 1)
     assert stands.ended - stands.began < 5
@@ -103,7 +106,8 @@ def test_launcher_whose_last_ranks_are_stopped_is_killed(capfd, monkeypatch):
 
 def test_launcher_ends_with_its_supervisor(tmp_path):
     code = (
-        "import sys; from hvdx.cli.supervising.attempt import Signals, run_attempt\n"
+        "import sys; from hvdx.cli.supervising.attempt import run_attempt\n"
+        "from hvdx.cli.supervising.launcher import Signals\n"
         "with Signals() as signals: run_attempt(['sh', '-c', 'echo $$; exec sleep 60'], signals)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT) as process:

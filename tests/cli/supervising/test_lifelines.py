@@ -6,8 +6,9 @@ import time
 import pytest
 
 from hvdx.cli.supervising import lifelines
-from hvdx.cli.supervising.attempt import Signals, run_attempt
+from hvdx.cli.supervising.attempt import run_attempt
 from hvdx.cli.supervising.failure import Failure, find_failure
+from hvdx.cli.supervising.launcher import Signals
 from hvdx.cli.supervising.lifelines import Lifelines
 from tests.cli import stand_in
 

@@ -1,5 +1,6 @@
 """Restarts with fake launches: when, with which hosts, and what is said."""
 
+import dataclasses
 import os
 import signal
 
@@ -40,7 +41,7 @@ class Fake:
         return supervise(job, self.run, self.ask)
 
     def run(self, command, signals, hosts):
-        assert len(hosts) == len(command) - 1
+        assert len(hosts) == max(len(command) - 1, 0)
         self.started.append(command)
         self.numbers.append(supervision.attempt())
         attempt = self.attempts.pop(0)
@@ -55,6 +56,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(supervisor, "_PAUSES", (0.001, 0.01))
     monkeypatch.setattr(supervisor, "_ASK_AGAIN", 0.001)
     monkeypatch.setenv(supervision.VARIABLE, "")
+    monkeypatch.setenv(supervision.SAVED_VARIABLE, "")
 
 
 def said(capfd):
@@ -107,16 +109,16 @@ def test_failure_that_would_repeat_ends_the_job(attempts, code, named, capfd):
         assert f"No restart: {named}" in said(capfd)[-1]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1), (signal.SIGHUP, 1)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 1)])
 def test_signal_to_the_supervisor_ends_the_job(number, code, capfd):
     def terminated(signals):
         os.kill(os.getpid(), number)
-        return ended(code)
+        return ended(1)
 
     before = signal.getsignal(number)
     assert Fake(terminated).supervise() == code
     assert signal.getsignal(number) is before
-    assert said(capfd) == []
+    assert len(said(capfd)) == (number != signal.SIGHUP)
 
 
 def test_training_that_has_saved_for_later_is_not_restarted(capfd):
@@ -149,3 +151,23 @@ def test_job_waits_for_enough_workers(capfd, monkeypatch):
     monkeypatch.setattr(supervisor, "HOSTS_LIMIT", 0.0)
     assert Fake(ended(), absent=[["b"]]).supervise(hosts={"a": 2, "b": 2}, least=3) == 137
     assert "No restart: 2 workers are left" in said(capfd)[-1]
+
+
+def test_restart_knows_where_checkpoints_were(tmp_path):
+    """Also those of an attempt before the last; unless a training may begin anew."""
+    known = []
+
+    def attempt(*folders):
+        def run(_):
+            known.append([supervision.has_saved(tmp_path / name) for name in ("a", "b")])
+            return dataclasses.replace(ended(), folders={str(tmp_path / name) for name in folders})
+
+        return run
+
+    Fake(attempt("a"), attempt(), attempt("b"), DONE).supervise()
+    assert known == [[False, False], [True, False], [True, False]]
+    assert supervision.has_saved(tmp_path / "b")
+    known.clear()
+    os.environ[supervision.SAVED_VARIABLE] = ""
+    supervise(Job(lambda *_: [], 4, {}, 2, begins_anew=True), Fake(attempt("a"), attempt("a"), DONE).run)
+    assert known == [[False, False]] * 2

@@ -1,9 +1,16 @@
-"""Errors of several ranks in a folder of checkpoints: one error if all are the same, else a list of them."""
+"""A folder of checkpoints: errors of several ranks are one if all are the same; what is no file is refused."""
+
+import json
+import os
 
 import pytest
 
-from hvdx.errors import ConfigError, HvdxError, ReplicaError
-from hvdx.keras.checkpoint.folder import Folder
+from hvdx.comm import supervision
+from hvdx.comm.local import LocalComm
+from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
+from hvdx.keras.checkpoint import restoring
+from hvdx.keras.checkpoint.files import Arrays
+from hvdx.keras.checkpoint.folder import Folder, Saved
 from tests.strategies.virtual import on_all
 
 
@@ -31,3 +38,21 @@ def test_different_errors_of_ranks_are_listed(tmp_path):
     found = errors(tmp_path, lambda rank: f"dense/kernel: got float32[{rank}]")
     assert [type(error) for error in found] == [ReplicaError] * 2
     assert "rank 0: dense/kernel: got float32[0]; rank 1: dense/kernel: got float32[1]" in str(found[0])
+
+
+def test_checkpoints_that_are_gone_after_a_restart_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv(supervision.SAVED_VARIABLE, json.dumps([str(tmp_path / "saved")]))
+    with pytest.raises(ConfigError, match="--checkpoint-lost restart"):
+        restoring.restore_newest(Folder(str(tmp_path / "saved"), LocalComm()), None)
+    assert restoring.restore_newest(Folder(str(tmp_path / "saved" / "fit-2"), LocalComm()), None) is None
+
+
+def test_checkpoint_of_something_else_than_files_is_damaged(tmp_path):
+    folder = tmp_path / "epoch-0001"
+    folder.mkdir()
+    os.mkfifo(folder / "manifest.json")
+    (folder / "rank-0.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        Saved(folder)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        Arrays.of(folder / "rank-0.safetensors")

@@ -15,14 +15,6 @@ def test_density_falls_to_its_target_and_stays():
     assert warmup.density(0, 0.5) == 0.5
 
 
-def test_budget_falls_to_its_target_and_stays():
-    shares = [parse("density:10").overhead(step, 0.1) for step in range(12)]
-    assert shares[0] == 1.0
-    assert shares[10:] == [0.1, 0.1]
-    assert all(a > b for a, b in itertools.pairwise(shares[:11]))
-    assert [parse(text).overhead(0, 0.1) for text in ("auto", "none")] == [1.0, 0.1]
-
-
 def test_auto_lowers_a_density_and_leaves_a_fixed_tau():
     assert parse("auto") == parse("density") == parse("density:200") == Warmup(DEFAULT_STEPS)
     assert parse("auto", tau=0.5) == parse("none") == Warmup()
