@@ -299,6 +299,17 @@ def scaling(document: Row) -> list[Row]:
     )
 
 
+def places(document: Row) -> list[Row]:
+    """Return a row for each place of a death, at which all strategies do the same."""
+    found: dict[str, Row] = {}
+    for row in document["rows"]:
+        cells = {f"{name} {row['victim']}": row[name] for name in ("code", "ended")}
+        merged = found.setdefault(row["place"], {"place": row["place"]}) | cells
+        assert merged.items() >= found[row["place"]].items(), f"{row['place']}: the strategies differ"
+        found[row["place"]] = merged
+    return list(found.values())
+
+
 def budgets(document: Row) -> list[Row]:
     """Return a row for each training and number of hosts, with the figures of both strategies."""
     module = importlib.import_module("hvdx.jobs.benchmarks.scaling")
@@ -509,6 +520,10 @@ workers | - | seconds*1e3 | sent*1e-3 | reached
 simulate.md simulate.json simulated
 hosts | link | all_reduce over MPI | all_reduce, fp16 | threshold, all-gather | threshold, sharded
 hosts | bandwidth | all_reduce:engine=mpi | all_reduce:engine=mpi,compression=fp16 | threshold:target_density=0.01,exchange=all_gather | threshold:target_density=0.01,exchange=sharded
+
+survive.md edges.json places
+a worker dies at | what the others do | exit code, rank 0 | to the end | exit code, another worker | to the end
+- | - | code 0 | ended 0 | code 1 | ended 1
 
 split-layers.md split.json split
 training | ms a step | / AllReduce | layers send | the strategy sends | formula | on the link, without headers | / formula

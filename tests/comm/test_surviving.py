@@ -1,5 +1,7 @@
 """The ranks that are left go on after deaths: a model of all interleavings, and real ranks that die."""
 
+# Tests: hvdx/comm/heartbeat.py
+
 import functools
 import re
 import sys

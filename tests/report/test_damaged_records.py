@@ -1,6 +1,6 @@
 """Damaged records: a damaged line is left out with a warning that names file and line, and the rest is reported."""
 
-# Tests: hvdx/report/lines.py
+# Tests: hvdx/report/lines.py, hvdx/foreign.py
 
 import json
 import os

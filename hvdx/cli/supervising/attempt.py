@@ -98,8 +98,9 @@ class Attempt:
             elif report["kind"] == "left" and report.get("rank") not in self._beside:
                 code = int(str(report.get("code", 1)))
                 # Its script had ended, and its end in MPI took too long; see `hvdx.comm.surviving`.
-                self.left.append(0 if code == -signal.SIGALRM and report.get("rank") in self._ended else code)
-                if code and report.get("rank") not in self._ended:
+                code = 0 if code == -signal.SIGALRM and report.get("rank") in self._ended else code
+                self.left.append(code)
+                if code:
                     self._dead[report.get("rank")] = code, report.get("host", "")
                 if code and not report.get("joined", True):
                     who = f"rank {report.get('rank')} on {report.get('host', '')}"
@@ -121,7 +122,8 @@ class Attempt:
             for rank, (code, host) in self._dead.items()
             if rank in living
         ]
-        if self.unwritten or (living and living[0] in self._dead):
+        # A script whose exit handlers have begun has written what it writes.
+        if self.unwritten or (living and living[0] in self._dead.keys() - self._ended):
             lines.append(
                 "rank 0 is dead, and with it may be what the script writes there after the last exchange; so the exit "
                 "code is 1"

@@ -127,6 +127,8 @@ class Distribute(Parts):
         self.parts = self.called = [part for part in order if comm.size > 1 or part.alone]
         self._muted: list[keras.callbacks.Callback] = []
         self._in_steps = self._is_new = False
+        # Whether this was another rank than 0 before the last callbacks.
+        self._follows = False
         self._list: keras.callbacks.CallbackList | None = None
         # Recoveries after which the duties of rank 0, and the samples, have been distributed.
         self._taken = self._dealt = comm.recoveries
@@ -280,13 +282,14 @@ class Distribute(Parts):
         super().on_train_end(logs)
         if self._list is not None:
             callback_list.show_no_costs([*self._list.callbacks, *self._muted])
+        self._follows = self._comm.rank > 0
 
     def end_fit(self, logs: Logs = None) -> None:
         """Where ranks may die, the rank that has become rank 0 runs the last callbacks again. Collective."""
         if not self._comm.survives or self._list is None:
             return
         all_gather_at(self._comm, "the end of fit")
-        if self._taken == self._comm.recoveries or self._comm.rank or not self._muted:
+        if self._comm.rank or not self._follows:
             return
         # Rank 0 has run its callbacks at the end of the last epoch. Keras is at the end of the list.
         callback_list.revive(self, self._muted, self.model, self._ended[0])

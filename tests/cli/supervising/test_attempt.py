@@ -74,6 +74,11 @@ def test_launcher_that_does_not_end_after_its_workers_is_killed(capfd, monkeypat
         ([("left", 0, -9), ("over", 1, [0, 1]), ("left", 1, 0)], 1, "rank 0 on a died after the last exchange"),
         ([("left", 1, -9), ("over", 0, [0, 1]), ("left", 0, 0)], 0, "rank 1 on a died after the last exchange"),
         ([("left", 0, -9), ("over", 2, [1, 2]), ("over", 1, [1, 2]), ("left", 1, -14), ("left", 2, 0)], 0, ""),
+        (
+            [("over", 0, [0, 1]), ("left", 0, -9), ("over", 1, [0, 1]), ("left", 1, 0)],
+            0,
+            "rank 0 on a died after the last",
+        ),
         ([("left", 0, -9), ("unwritten",), ("over", 1, [1]), ("left", 1, 0)], 1, "rank 0 is dead"),
     ],
 )

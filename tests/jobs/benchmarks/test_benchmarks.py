@@ -3,7 +3,7 @@
 # Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/batches.py
 # Tests: jobs/benchmarks/checkpoint.py
 # Tests: jobs/benchmarks/defaults.py, jobs/benchmarks/dense.py, jobs/benchmarks/overlap.py
-# Tests: jobs/benchmarks/density.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
+# Tests: jobs/benchmarks/density.py, jobs/benchmarks/edges.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
 # Tests: jobs/benchmarks/local_steps.py, jobs/benchmarks/lost_host.py
 # Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
 # Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
@@ -36,6 +36,7 @@ BENCHMARKS = {
     ),
     "dense": ("--hosts 2 --ways MPI,mpi --wires bf16 --steps 2 --hidden 4", {}),
     "density": ("--hosts 2 --bandwidth 1gbit --burst 5kB --steps 40 --hidden 4 --batch 8", {}),
+    "edges": ("--strategies all_reduce", {"VICTIMS": (0,), "PLACES": ("the last line",)}),
     "first_step": ("--starts 1", {"GOAL": 100.0}),
     "memory": ("--hidden 4 8", {"STRATEGIES": {"AllReduce": "all_reduce"}}),
     "scaling": ("--models lm --hosts 1,2 --strategies threshold --seeds 1 --most-steps 20 --rates 0.01", {}),
