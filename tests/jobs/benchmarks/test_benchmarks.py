@@ -3,7 +3,8 @@
 # Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/batches.py
 # Tests: jobs/benchmarks/checkpoint.py
 # Tests: jobs/benchmarks/defaults.py, jobs/benchmarks/dense.py, jobs/benchmarks/overlap.py
-# Tests: jobs/benchmarks/density.py, jobs/benchmarks/edges.py, jobs/benchmarks/first_step.py, jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
+# Tests: jobs/benchmarks/density.py, jobs/benchmarks/edges.py, jobs/benchmarks/first_step.py
+# Tests: jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
 # Tests: jobs/benchmarks/local_steps.py, jobs/benchmarks/lost_host.py
 # Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
 # Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
