@@ -41,8 +41,9 @@ def check_start(words: Sequence[str], command: str) -> None:
     resolve(None)
     folder = os.environ.get("TMPDIR") or "/tmp"
     try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_SCRATCH_BYTES))
+            file.flush()
     except OSError as error:
         raise LaunchError(
             f"{command}: TMPDIR: expected a folder with some room for MPI's files, got {folder}: {error.strerror}. "

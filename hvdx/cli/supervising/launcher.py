@@ -25,6 +25,8 @@ class Signals:
     """
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    # Those of the user's own, which ask for something else.
+    OTHERS = (signal.SIGUSR2, signal.SIGCONT)
 
     def __init__(self, shared: bool = False) -> None:
         self._shared = shared
@@ -32,7 +34,7 @@ class Signals:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Signals":
-        self._before = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
+        self._before = {number: signal.signal(number, self._handle) for number in (*self.NUMBERS, *self.OTHERS)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,7 +42,8 @@ class Signals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: object) -> None:
-        self.received.append(number)
+        if number not in self.OTHERS:
+            self.received.append(number)
         if self.process is not None and not (self._shared and number == signal.SIGINT):
             self.process.send_signal(number)
 
@@ -57,6 +60,8 @@ def run_launcher(command: Sequence[str]) -> int:
     with Signals(shared=_is_in_foreground()) as signals:
         process = subprocess.Popen(command, preexec_fn=end_with_parent())  # noqa: PLW1509
         signals.process = process
+        if signals.received:  # while it was started
+            process.send_signal(signals.received[-1])
         code = process.wait()
     code = 128 - code if code < 0 else code
     return code_after(signals.received, code) if signals.received and code not in (0, REQUEUE_CODE) else code

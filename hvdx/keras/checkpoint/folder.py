@@ -41,6 +41,8 @@ T = TypeVar("T")
 FORMAT = 4
 #: Name of the file with the shared variables.
 SHARED = "shared.safetensors"
+# Least values of the numbers in a manifest; and the largest, since a resume skips that many batches one by one.
+_COUNTS, _MOST = {"epoch": 0, "step": 0, "skip": 0, "ranks": 1}, 1 << 31
 # Seconds to wait for a folder that rank 0 has made: a network file system may show it late.
 _WAIT_SECONDS = 2.0
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
@@ -345,7 +347,13 @@ class Saved:
                 f"{path}: expected format {FORMAT}, got {self.manifest.get('format')!r}. It was saved by another "
                 "version of hvdx: use that one, or another directory."
             )
-        found = name_of(Position(self.manifest["epoch"], self.manifest["step"]))
+        with as_checkpoint_error(path / "manifest.json"):
+            for name, least in _COUNTS.items():
+                value = self.manifest.get(name)
+                value = least if value is None else value
+                if type(value) is not int or not least <= value <= _MOST:
+                    raise ValueError(f"{name}: expected a whole number from {least} to {_MOST}, got {value!r}")
+            found = name_of(Position(self.manifest["epoch"], self.manifest["step"]))
         if found != path.name:
             raise CheckpointError(f"manifest.json is that of {found}")
         self._files: dict[str, Arrays] = {}

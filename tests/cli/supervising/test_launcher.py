@@ -22,6 +22,7 @@ CODE = "import sys; from hvdx.cli.supervising.launcher import run_launcher; sys.
         # The training has been saved, to be continued.
         (signal.SIGTERM, "trap 'exit 75' TERM; while :; do sleep 0.02; done", 75, ""),
         (signal.SIGUSR1, "trap 'exit 3' USR1; while :; do sleep 0.02; done", 3, ""),
+        (signal.SIGUSR2, "trap 'exit 4' USR2; while :; do sleep 0.02; done", 4, ""),
         (None, "exit 3", 3, ""),
         (None, "kill -9 $$", 137, ""),
     ],

@@ -9,8 +9,8 @@ from hvdx.comm import supervision
 from hvdx.comm.local import LocalComm
 from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
 from hvdx.keras.checkpoint import restoring
-from hvdx.keras.checkpoint.files import Arrays
-from hvdx.keras.checkpoint.folder import Folder, Saved
+from hvdx.keras.checkpoint.files import Arrays, sealed
+from hvdx.keras.checkpoint.folder import FORMAT, Folder, Saved
 from tests.strategies.virtual import on_all
 
 
@@ -45,6 +45,30 @@ def test_checkpoints_that_are_gone_after_a_restart_are_an_error(tmp_path, monkey
     with pytest.raises(ConfigError, match="--checkpoint-lost restart"):
         restoring.restore_newest(Folder(str(tmp_path / "saved"), LocalComm()), None)
     assert restoring.restore_newest(Folder(str(tmp_path / "saved" / "fit-2"), LocalComm()), None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("skip", 10**15),
+        ("skip", -1),
+        ("step", 2.5),
+        ("epoch", float("nan")),
+        ("ranks", 0),
+        ("ranks", True),
+        ("epoch", []),
+    ],
+)
+def test_manifest_with_absurd_numbers_is_damaged(name, value, tmp_path):
+    """Also if its checksum is right."""
+    folder = tmp_path / "epoch-0001"
+    folder.mkdir()
+    right = {"format": FORMAT, "epoch": 1, "step": 0, "skip": 0, "ranks": 2}
+    (folder / "manifest.json").write_text(sealed(right))
+    assert Saved(folder).manifest == right
+    (folder / "manifest.json").write_text(sealed(right | {name: value}))
+    with pytest.raises(CheckpointError, match=f"{name}: expected a whole number"):
+        Saved(folder)
 
 
 def test_checkpoint_of_something_else_than_files_is_damaged(tmp_path):

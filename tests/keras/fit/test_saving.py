@@ -61,10 +61,12 @@ def test_each_fit_has_a_folder_and_a_checkpoint_of_the_script_stays(tmp_path, mo
         _, reports, _ = supervision.split(capfd.readouterr().err.encode())
         return [{k: v for k, v in report.items() if k != "seconds"} for report in reports]
 
-    saved = {"kind": "saved", "position": "epoch 1"}
-    assert fit() == [{"kind": "training", "saves": True}, saved]
-    assert fit() == [{"kind": "training", "saves": True}, saved]
-    assert fit(Checkpoint(tmp_path / "own")) == [{"kind": "training", "saves": True}, saved]
+    def saved(folder):
+        return {"kind": "saved", "position": "epoch 1", "folder": str(tmp_path / folder)}
+
+    assert fit() == [{"kind": "training", "saves": True}, saved("ckpt")]
+    assert fit() == [{"kind": "training", "saves": True}, saved("ckpt/fit-2")]
+    assert fit(Checkpoint(tmp_path / "own")) == [{"kind": "training", "saves": True}, saved("own")]
     assert {path.name for path in (tmp_path / "ckpt").iterdir()} == {"epoch-0001", "fit-2"}
     assert {path.name for path in (tmp_path / "own").iterdir()} == {"epoch-0001"}
     monkeypatch.delenv(saving.VARIABLE)
