@@ -14,7 +14,7 @@ LARGEST = 1 << 24
 
 
 class NotAFileError(OSError):
-    """What should be a small or regular file is something else."""
+    """The path names no regular file, or a file that is too large."""
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -32,7 +32,7 @@ def check_unpacked(where: str, nbytes: int, stored: int) -> None:
 
 
 def check_description(where: str, described: int, rest: int) -> None:
-    """Reject a file whose description of its tensors, which takes long to read, is larger than what it describes.
+    """Reject a file whose description of its tensors is larger than the tensors: reading it takes long.
 
     Args:
         where: the file and the place in it, for the error message.

@@ -96,9 +96,9 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str, for_all: bool = True) -> Iterator[None]:
     """Record that this thread waits for other ranks; see `enter`."""
-    enter(what)
+    enter(what, for_all)
     try:
         yield
     finally:

@@ -419,7 +419,7 @@ class SurvivingComm(Comm):
     def _is_awaited(self) -> bool:
         """Return whether the others want to recover; called by the thread of `Heartbeat`."""
         with contextlib.suppress(self._mpi.Exception):
-            # A probe lets MPI take note of what has arrived.
+            # A probe makes MPI process the messages that have arrived.
             self._mpi_group.Iprobe(self._mpi.ANY_SOURCE, _NO_TAG)
         return self._is_revoked()
 

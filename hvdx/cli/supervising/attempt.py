@@ -122,7 +122,7 @@ class Attempt:
             for rank, (code, host) in self._dead.items()
             if rank in living
         ]
-        # A script whose exit handlers have begun has written what it writes.
+        # Once its exit handlers have begun, a script has written its files.
         if self.unwritten or (living and living[0] in self._dead.keys() - self._ended):
             lines.append(
                 "rank 0 is dead, and with it may be what the script writes there after the last exchange; so the exit "
@@ -227,18 +227,18 @@ def _wait(process: subprocess.Popen[bytes], attempt: Attempt) -> int:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_SECONDS)
-        if attempt.over is not None and time.monotonic() - attempt.over > _END_SECONDS:
-            _log.warning(f"the workers have ended, and MPI has not after {_END_SECONDS:.0f} s: it is ended.")
-            kill_group(process)
-            process.wait()
-            return 0
         silent = time.monotonic() - attempt.heard
-        if (attempt.absent and silent > _LINGER) or (attempt.gave_up and silent > limit):
+        if attempt.over is not None and time.monotonic() - attempt.over > _END_SECONDS:
+            code, why = 0, f"the workers have ended, and MPI has not after {_END_SECONDS:.0f} s: it is ended."
+        elif (attempt.absent and silent > _LINGER) or (attempt.gave_up and silent > limit):
             stands = f"no worker has moved for {limit:.0f} s ({LIMIT_VARIABLE})"
-            _log.warning(f"{attempt.absent or stands}; the job is ended.")
-            kill_group(process)
-            process.wait()
-            return 1
+            code, why = 1, f"{attempt.absent or stands}; the job is ended."
+        else:
+            continue
+        _log.warning(why)
+        kill_group(process)
+        process.wait()
+        return code
 
 
 def _copy(source: int, target: int, kept: bytearray, attempt: Attempt) -> None:

@@ -63,18 +63,17 @@ def run_launcher(command: Sequence[str]) -> int:
         if signals.received:  # while it was started
             process.send_signal(signals.received[-1])
         code = process.wait()
-    code = 128 - code if code < 0 else code
-    return code_after(signals.received, code) if signals.received and code not in (0, REQUEUE_CODE) else code
+    return code_after(signals.received, 128 - code if code < 0 else code)
 
 
 def code_after(received: Sequence[int], code: int) -> int:
-    """Say that a signal has ended the job, and return the exit code, as shells do: 130 for Ctrl-C.
+    """Return the exit code of a job; if a signal has ended it, say so, and return what shells do: 130 for Ctrl-C.
 
     Args:
         received: signals to this process.
         code: exit code of the launcher.
     """
-    if signal.SIGINT not in received and signal.SIGTERM not in received:
+    if code in (0, REQUEUE_CODE) or (signal.SIGINT not in received and signal.SIGTERM not in received):
         return code
     number = signal.SIGINT if signal.SIGINT in received else signal.SIGTERM
     _log.warning(f"ended by {signal.Signals(number).name}{' (Ctrl-C)' * (number == signal.SIGINT)}.")

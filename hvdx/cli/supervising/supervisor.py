@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hvdx.cli.common.reachable import absent_hosts
-from hvdx.cli.supervising.attempt import Attempt, Signals, run_attempt
+from hvdx.cli.supervising.attempt import Attempt, run_attempt
 from hvdx.cli.supervising.failure import Failure, find_failure, would_repeat
-from hvdx.cli.supervising.launcher import code_after
+from hvdx.cli.supervising.launcher import Signals, code_after
 from hvdx.comm import supervision
 from hvdx.comm.preemption import REQUEUE_CODE
 from hvdx.log import Log
@@ -92,9 +92,7 @@ class _Supervisor:
                 self._end(number, attempt)
                 return 0
             code = 128 - attempt.code if attempt.code < 0 else attempt.code or 1
-            if code == REQUEUE_CODE:
-                return code
-            if self._signals.received:
+            if code == REQUEUE_CODE or self._signals.received:
                 return code_after(self._signals.received, code)
             if most == 1:
                 return code

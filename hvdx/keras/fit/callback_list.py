@@ -85,25 +85,15 @@ def arrange(
     return muted
 
 
-def take_over(
+def insert(
     callbacks: keras.callbacks.CallbackList,
     first: keras.callbacks.Callback,
-    muted: Sequence[keras.callbacks.Callback],
-    model: keras.Model,
-    epoch: int | None,
-    ended: dict[str, object] | None = None,
+    revived: Sequence[keras.callbacks.Callback],
 ) -> None:
-    """Put callbacks that `arrange` removed back behind the first, in a hook of which Keras calls them next.
-
-    Args:
-        callbacks: the `CallbackList`.
-        first: first callback, whose hook calls this.
-        muted, model, epoch, ended: see `revive`.
-    """
-    revive(first, muted, model, epoch, ended)
+    """Put callbacks behind the first, in a hook of the first; Keras calls their hook next."""
     # In the same list: Keras is iterating over it, and calls those behind the present one.
     place = callbacks.callbacks.index(first) + 1
-    callbacks.callbacks[place:place] = muted
+    callbacks.callbacks[place:place] = revived
 
 
 def revive(

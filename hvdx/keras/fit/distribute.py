@@ -255,7 +255,8 @@ class Distribute(Parts):
         self._taken = self._comm.recoveries
         if self._comm.rank == 0 and self._list is not None and self._muted:
             muted, self._muted = self._muted, []
-            callback_list.take_over(self._list, self, muted, self.model, epoch, ended)
+            callback_list.revive(self, muted, self.model, epoch, ended)
+            callback_list.insert(self._list, self, muted)
 
     def end_steps(self) -> None:
         """End the steps of an epoch, once."""

@@ -72,7 +72,7 @@ class Part(keras.callbacks.Callback):
         """Finish the first step of a fit, right after the `on_train_batch_end` of this part."""
 
     def end_fit(self, logs: Logs = None) -> None:
-        """Do what is left of a fit, after `on_train_end` of all callbacks."""
+        """Finish a fit, after `on_train_end` of all callbacks."""
 
     def save_and_leave(self, steps: int) -> None:
         """Save the training and end the process, after a rank was `preempted`.

@@ -162,13 +162,12 @@ class ServerClient:
         replace: Replace | None = None,
     ) -> dict[int, Message]:
         """Send messages and return their answers; register the wait for reports of a stall."""
-        progress.enter("an exchange with the servers", for_all=False)
         self._depth += 1
         try:
-            return self._receive_answers(to_send, servers, kind, awaited, replace)
+            with progress.waiting("an exchange with the servers", for_all=False):
+                return self._receive_answers(to_send, servers, kind, awaited, replace)
         finally:
             self._depth -= 1
-            progress.leave()
 
     def _receive_answers(
         self,
