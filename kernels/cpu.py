@@ -1,11 +1,20 @@
 """Public functions of the threshold kernels on a CPU. They check arguments; the loops that they call do not.
 
 `reference` specifies the result of each function, to the byte.
+
+Threads are those of Python, which call compiled functions that release the interpreter's lock. Numba's parallel loops
+are not used. Their default threading layer ends the process if two Python threads enter it at once, as they do when a
+training step overlaps with an exchange.
 """
 
+import itertools
 import mmap
-from collections.abc import Sequence
+import operator
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,10 +22,8 @@ from hvdx.kernels import compiled, cpu_scan, cpu_tiles
 from hvdx.kernels import cpu_decode as dec
 from hvdx.kernels import cpu_encode as enc
 from hvdx.kernels.arrays import AnyArray, Float32Array, Int64Array, UInt8Array
-from hvdx.kernels.lengths import read_lengths
-from hvdx.kernels.pieces import SIZE, check_runs, frozen, locate, pieces
-from hvdx.kernels.table import ENTRIES, START, table
-from hvdx.kernels.threads import cut, default_threads, spread
+from hvdx.kernels.pieces import Located, check_runs, frozen, gather, locate, locate_both, pieces, sampled, whole_pieces
+from hvdx.kernels.table import ENTRIES, START, read_runs, table
 from hvdx.kernels.tiles import (
     LAYOUT,
     TILE_MAX,
@@ -27,8 +34,9 @@ from hvdx.kernels.tiles import (
     check_layout,
     factors,
     limit,
-    sampled,
 )
+
+T = TypeVar("T")
 
 #: Least bytes of a thread's buffer for finished tiles, and elements of the update for each byte of these buffers. They
 #: hold the tiles of a message at a density of 1e-2.
@@ -38,6 +46,9 @@ _BUFFER, _PER_BYTE = 1 << 17, 64
 _CACHED = 1 << 19
 #: Bytes below which a message comes from the allocator, and not from mmap.
 _SMALL = 1 << 20
+_LENGTHS, _TAUS = operator.attrgetter("lengths"), operator.attrgetter("taus")
+# Threads by process and number.
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def prepare(folder: Path) -> compiled.Ready:
@@ -63,7 +74,7 @@ def _call_all() -> None:
     """Call each kernel with every combination of argument types. To Numba a read-only array is another type."""
     values = np.array([0, 1, -2.5, 1e-3] * 80, np.float32)
     runs = Runs(np.array([values.size]), np.ones(1, np.float32))
-    read_lengths(np.array([1, 4, *[0] * 4], np.uint8), 4)
+    read_runs([np.array([1, 4, *np.ones(1, np.float32).view(np.uint8)], np.uint8)], 4)
     for update in (values, frozen(values)):
         tiles = encode([update], np.zeros_like(values), runs, threads=1).tiles
         decode([(tiles, runs)], 1.0, [np.zeros_like(values)], threads=1)
@@ -88,9 +99,8 @@ def check(update: Sequence[Float32Array], runs: Runs, threads: int | None = None
         1
     """
     arrays = locate(update, "update")
-    n = int(arrays[:, SIZE].sum())
-    check_runs(runs, n, "update")
-    return _find_fault(n, pieces(arrays, runs), runs, np.float32(1), threads or default_threads())
+    runs = check_runs(runs, arrays.size, "update")
+    return _find_fault(arrays.size, pieces(arrays.table, runs), runs, np.float32(1), threads or default_threads())
 
 
 def _find_fault(n: int, where: Int64Array, runs: Runs, scale: np.float32, threads: int) -> int:
@@ -103,13 +113,13 @@ def _find_fault(n: int, where: Int64Array, runs: Runs, scale: np.float32, thread
 
 
 def encode(
-    update: Sequence[Float32Array],
-    residual: Float32Array,
+    update: Sequence[Float32Array] | Located,
+    residual: Float32Array | Located,
     runs: Runs,
     rice: bool = True,
     layout: Layout = LAYOUT,
     threads: int | None = None,
-    reserve: int = 0,
+    header: bytes = b"",
     workspace: "Workspace | None" = None,
     lookahead: float = 0.0,
 ) -> Encoded:
@@ -126,12 +136,13 @@ def encode(
         rice: True for entropy-coded gaps, False for plain 32-bit positions.
         layout: borders of tiles.
         threads: number of threads; `default_threads()` if None. The bytes do not depend on it.
-        reserve: number of bytes to leave free before the tiles, for a header.
-        workspace: scratch memory that is kept between calls; a new one is used if it does not fit.
+        header: bytes before the tiles.
+        workspace: scratch memory that is kept between calls, with a layout and threads, which then count; a new one is
+            used if it does not fit.
         lookahead: add (1 + lookahead) * update, and when the entries are found, subtract lookahead * update again.
 
     Returns:
-        The tiles, after `reserve` undefined bytes, and the counts.
+        The tiles, after the header, and the counts.
 
     Raises:
         TypeError: if an array is not float32.
@@ -145,16 +156,17 @@ def encode(
         >>> residual
         array([ 0.5, -0.5,  0. ,  0. ], dtype=float32)
     """
-    arrays = locate(update, "update")
-    n = int(arrays[:, SIZE].sum())
-    check_runs(runs, n, "update")
-    if locate([residual], "residual", writable=True)[0, SIZE] != n:
-        raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
+    arrays, kept = locate_both(update, residual, writable=True)
+    n = arrays.size
+    runs = check_runs(runs, n, "update")
+    where, taus = pieces(arrays.table, runs), runs.taus
+    if workspace is not None:
+        layout, threads = workspace.layout, workspace.threads
     threads = threads or default_threads()
-    where = pieces(arrays, runs)
-    if workspace is None or workspace.fits != (n, len(runs.taus), layout, threads):
-        workspace = Workspace(n, len(runs.taus), layout, threads)
-    work, vector, taus, limits = workspace, residual.reshape(-1), frozen(runs.taus), frozen(limit(runs.taus))
+    if workspace is None or workspace.fits != (n, len(taus), layout, threads):
+        workspace = Workspace(n, len(taus), layout, threads)
+    work, vector, limits = workspace, kept.arrays[0].reshape(-1), limit(taus)
+    limits.setflags(write=False)
     scale, back = factors(lookahead)
 
     def encode_share(i: int) -> list[UInt8Array]:
@@ -172,22 +184,24 @@ def encode(
         return filled
 
     shares = spread(encode_share, len(work.borders) - 1, threads)
-    filled = [buffer for share in shares for buffer in share]
+    filled = [*itertools.chain.from_iterable(shares)]
     del shares
-    tiles = _join(filled, work, rice, reserve)
+    tiles = _join(filled, work, rice, header)
     if any(place[enc.FAULT] for place in work.places):
-        decode([(tiles[reserve:], runs)], 1.0, [vector], rice, threads)
+        decode([(tiles[len(header) :], runs)], 1.0, [vector], rice, threads)
         borders = cut(n, threads)
         spread(
             lambda i: cpu_scan.roll_back(borders[i], borders[i + 1], vector, where, limits, scale, back),
             threads, threads,
         )  # fmt: skip
-        return Encoded.of_fault(_find_fault(n, where, runs, scale, threads), len(runs.taus))
+        return Encoded.of_fault(_find_fault(n, where, runs, scale, threads), len(taus))
     total = work.counted[0].copy() if len(work.counted) == 1 else np.add.reduce(work.counted)
     return Encoded(tiles, total, -1)
 
 
-def sample(update: Sequence[Float32Array], residual: Float32Array, lines: Int64Array) -> Float32Array:
+def sample(
+    update: Sequence[Float32Array] | Located, residual: Float32Array | Located, lines: Int64Array
+) -> Float32Array:
     """Copy some lines of LINE neighbours, and those of the residual.
 
     Args:
@@ -206,14 +220,10 @@ def sample(update: Sequence[Float32Array], residual: Float32Array, lines: Int64A
         >>> sample([np.arange(50, dtype=np.float32)], np.zeros(50, np.float32), np.array([0, 3]))[0, 14:]
         array([14., 15., 48., 49.], dtype=float32)
     """
-    arrays = locate(update, "update")
-    n = int(arrays[:, SIZE].sum())
-    if locate([residual], "residual")[0, SIZE] != n:
-        raise ValueError(f"residual: expected the {n} elements of the update, got {residual.size}.")
-    out = np.empty((2, sampled(n, lines)), np.float32)
+    arrays, kept = locate_both(update, residual)
+    out = np.empty((2, sampled(arrays.size, lines)), np.float32)
     if out.size:
-        whole = Runs(np.array([n]), np.ones(1, np.float32))
-        cpu_scan.sample(pieces(arrays, whole), residual.reshape(-1), lines, out)
+        gather(whole_pieces(arrays), kept.arrays[0].reshape(-1), lines, out)
     return out
 
 
@@ -265,15 +275,16 @@ def _mapped(size: int) -> UInt8Array:
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
-def _join(buffers: list[UInt8Array], work: Workspace, rice: bool, reserve: int) -> UInt8Array:
-    """Join the threads' tiles and the shared tiles of remaining entries in order. Each buffer is freed after use."""
+def _join(buffers: list[UInt8Array], work: Workspace, rice: bool, header: bytes) -> UInt8Array:
+    """Join the header, the threads' tiles and the shared tiles of remaining entries, in order; free each buffer."""
     records = work.records
     most_left = 3 * int(records[:, enc.LEFT].sum()) + cpu_tiles.HEADER_BYTES * (len(records) + 1)
-    size = reserve + sum(map(len, buffers)) + most_left
+    size = len(header) + sum(map(len, buffers)) + most_left
     out = np.empty(size, np.uint8) if size < _SMALL else _mapped(size)
+    out[: len(header)] = np.frombuffer(header, np.uint8)
     place = work.joined
     place[:] = 0
-    place[enc.J_LAST], place[enc.J_USED] = -1, reserve
+    place[enc.J_LAST], place[enc.J_USED] = -1, len(header)
     source, done = out[:0], 0
     while done != 1:
         done, taken = enc.join(
@@ -315,7 +326,6 @@ def inspect(message: UInt8Array, n: int, rice: bool = True, threads: int | None 
         TypeError: if the message is not uint8[bytes].
         ValueError: if the message is not contiguous.
     """
-    message = _checked(message)
     rows = table(message, n)
     _check_tiles(message, rows, rice, threads or default_threads())
     return rows
@@ -324,7 +334,7 @@ def inspect(message: UInt8Array, n: int, rice: bool = True, threads: int | None 
 def _check_tiles(message: UInt8Array, rows: Int64Array, rice: bool, threads: int) -> None:
     """Raise Malformed if a tile of a message with the table `rows` is invalid."""
     borders = cut(len(rows), min(threads, max(len(rows) // 8, 1)), 8)
-    depth = _depth(rows)
+    depth, message = _depth(rows), frozen(message)
     faults = spread(
         lambda i: dec.check_tiles(borders[i], borders[i + 1], rows, message, rice, depth), len(borders) - 1, threads
     )
@@ -338,21 +348,10 @@ def _depth(rows: Int64Array) -> int:
     return int(rows[:, ENTRIES].max(initial=1))
 
 
-def _checked(message: UInt8Array) -> UInt8Array:
-    """Return a read-only view; raise TypeError or ValueError unless the message is contiguous uint8[bytes]."""
-    if not isinstance(message, np.ndarray) or message.dtype != np.uint8 or message.ndim != 1:
-        raise TypeError(
-            f"message: expected uint8[bytes], got {type(message).__name__}. Use np.frombuffer(..., np.uint8)."
-        )
-    if not message.flags.c_contiguous:
-        raise ValueError("message: expected contiguous uint8[bytes]. Pass np.ascontiguousarray(...) of it.")
-    return frozen(message)
-
-
 def decode(
     messages: Sequence[tuple[UInt8Array, Runs]],
     scale: float,
-    out: Sequence[Float32Array],
+    out: Sequence[Float32Array] | Located,
     rice: bool = True,
     threads: int | None = None,
     clear: bool = False,
@@ -382,15 +381,13 @@ def decode(
         array([ 0., -2.,  0.], dtype=float32)
     """
     arrays = locate(out, "out", writable=True)
-    n = int(arrays[:, SIZE].sum())
-    threads = threads or default_threads()
-    where = pieces(arrays, Runs(np.array([n]), np.ones(1, np.float32)))
-    prepared = []
-    for i, (message, runs) in enumerate(messages):
-        check_runs(runs, n, "out")
+    n, where, threads = arrays.size, whole_pieces(arrays), threads or default_threads()
+    all_runs, prepared = [], []
+    for _, runs in messages:
+        all_runs.append(check_runs(runs, n, "out"))
+    for i, (message, _) in enumerate(messages):
         try:
-            checked = _checked(message)
-            prepared.append((checked, table(checked, n), runs))
+            prepared.append((message, table(message, n), all_runs[i]))
         except Malformed as error:
             raise Malformed(str(error), i) from None
     if not clear:
@@ -438,7 +435,8 @@ def _joined(
     messages: list[tuple[UInt8Array, Int64Array, Runs]],
 ) -> tuple[Int64Array, Int64Array, Int64Array, Float32Array]:
     """Return the tables of messages for `dec.add_messages`: messages, tiles, ends and taus of runs."""
-    counts = np.array([(len(rows), len(runs.taus)) for _, rows, runs in messages], np.int64).reshape(-1, 2)
+    tables, runs = [*map(operator.itemgetter(1), messages)], [*map(operator.itemgetter(2), messages)]
+    counts = np.array([[*map(len, tables)], [*map(len, map(_TAUS, runs))]], np.int64).T
     ends = counts.cumsum(0)
     heads = np.empty((len(messages), 5), np.int64)
     for i, (message, _, _) in enumerate(messages):
@@ -447,7 +445,56 @@ def _joined(
     heads[:, dec.RUN] = ends[:, 1] - counts[:, 1]
     return (
         heads,
-        np.concatenate([np.empty((0, 6), np.int64), *(rows for _, rows, _ in messages)]),
-        np.concatenate([np.empty(0, np.int64), *(np.cumsum(runs.lengths) for _, _, runs in messages)]),
-        np.concatenate([np.empty(0, np.float32), *(runs.taus for _, _, runs in messages)]),
+        np.concatenate([np.empty((0, 6), np.int64), *tables]),
+        np.concatenate([np.empty(0, np.int64), *map(np.cumsum, map(_LENGTHS, runs))]),
+        np.concatenate([np.empty(0, np.float32), *map(_TAUS, runs)]),
     )
+
+
+def default_threads() -> int:
+    """Return the default number of threads: OMP_NUM_THREADS if it is set, else the number of the process's cores."""
+    setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(int(setting), 1024) if setting.isdecimal() and int(setting) > 0 else len(os.sched_getaffinity(0))
+
+
+def spread(function: Callable[[int], T], tasks: int, threads: int) -> list[T]:
+    """Call function(0) ... function(tasks - 1) on `threads` threads; return the results in order."""
+    if threads == 1 or tasks == 1:
+        return [function(i) for i in range(tasks)]
+    # A fork does not copy threads, so each process has its own pools.
+    key = os.getpid(), threads
+    if key not in _pools:
+        _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="hvdx-kernel")
+    rest: list[Future[T]] = []
+    try:
+        for i in range(1, tasks):
+            rest.append(_pools[key].submit(function, i))
+        return [function(0), *(future.result() for future in rest)]
+    finally:
+        # After any interruption no task may still run: tasks use addresses of arrays that the caller may free.
+        _wait_for_all(rest)
+
+
+def _wait_for_all(futures: list[Future[T]]) -> None:
+    """Wait until no future runs, and only then raise an exception that interrupted the wait."""
+    interrupted = None
+    for future in futures:
+        while not future.done():
+            try:
+                future.cancel()
+                wait([future])
+            except BaseException as error:
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
+def cut(total: int, parts: int, unit: int = 1) -> list[int]:
+    """Return the borders of `parts` even shares of range(total). All but the last are multiples of `unit`.
+
+    Example:
+        >>> cut(10, 2, 4)
+        [0, 4, 10]
+    """
+    units = -(-total // unit)
+    return [min(total, units * i // parts * unit) for i in range(parts + 1)]

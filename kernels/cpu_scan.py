@@ -14,7 +14,7 @@ from numba import njit
 from hvdx.kernels import simd
 from hvdx.kernels.compiled import entry
 from hvdx.kernels.denormals import keep_denormals, restore_mode
-from hvdx.kernels.tiles import LINE, M_MAX
+from hvdx.kernels.tiles import M_MAX
 
 #: Number of blocks of 64 elements that are scanned before their entries are listed. Records and entries stay in the
 #: caches.
@@ -249,18 +249,3 @@ def find_fault(begin, end, pieces, limits, scale):
                 return element
             element += 1
     return _i64(-1)
-
-
-@entry
-def sample(pieces, residual, lines, out):
-    """Copy the elements of some lines, and those of the residual; see `cpu.sample`."""
-    n, taken = residual.size, _i64(0)
-    for i in range(lines.size):
-        first = LINE * lines[i]
-        p = piece_of(pieces, first)
-        for element in range(first, min(first + LINE, n)):
-            while element >= pieces[p, 1]:
-                p += 1
-            out[0, taken] = simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0]))
-            out[1, taken] = residual[element]
-            taken += 1

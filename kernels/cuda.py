@@ -51,9 +51,9 @@ from hvdx.kernels.arrays import (
 from hvdx.kernels.cuda_decode import ERRORS, MARKS, NO_ERROR, ROW
 from hvdx.kernels.cuda_device import SIMULATED
 from hvdx.kernels.cuda_encode import BYTES, CHUNK, COLUMNS, FAULT, NO_FAULT, TALLIES, TILES
-from hvdx.kernels.pieces import check_runs, pieces
+from hvdx.kernels.pieces import check_runs, pieces, sampled
 from hvdx.kernels.table import ENTRIES, LENGTH, START, table
-from hvdx.kernels.tiles import BLOCK, LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, factors, limit, sampled
+from hvdx.kernels.tiles import BLOCK, LAYOUT, Encoded, Layout, Malformed, Runs, check_layout, factors, limit
 
 #: Largest number of blocks of a launch for each multiprocessor. Over elements: several times the blocks that run at
 #: once, so that little is idle at the end. Over tiles: the blocks that run at once, given their shared memory.

@@ -4,7 +4,7 @@ import ctypes
 import platform
 import struct
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +12,36 @@ import numpy.typing as npt
 from hvdx.kernels import simd
 from hvdx.kernels.arrays import AnyArray, Float32Array, Int64Array
 from hvdx.kernels.compiled import entry
-from hvdx.kernels.tiles import N_MAX, Runs
+from hvdx.kernels.cpu_scan import piece_of
+from hvdx.kernels.tiles import LINE, N_MAX, Runs
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 #: Columns of a table of pieces.
 START, END, ADDRESS, RUN = range(4)
 _TINY, _HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+
+
+class Located(NamedTuple):
+    """Arrays that kernels can use in place, read as one vector.
+
+    Attributes:
+        table: int64[arrays, 2], the SIZE of each array and the PLACE of its elements, an address.
+        size: number of elements.
+        arrays: the arrays, whose memory exists as long as this value.
+        writable: True if kernels may write to them.
+    """
+
+    table: Int64Array
+    size: int
+    arrays: Sequence[Float32Array]
+    writable: bool
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each array."""
+        found: list[int] = self.table[:, SIZE].tolist()
+        return found
 
 
 def check_arrays(arrays: Sequence[Float32Array], what: str, writable: bool = False) -> int:
@@ -42,16 +65,21 @@ def _check_total(total: int, what: str) -> int:
     return total
 
 
-def locate(arrays: Sequence[Float32Array], what: str, writable: bool = False) -> Int64Array:
-    """Return the sizes and addresses of arrays that kernels can use in place, int64[arrays, 2].
+def locate(arrays: Sequence[Float32Array] | Located, what: str, writable: bool = False) -> Located:
+    """Return arrays with their sizes and addresses, found once; a value that was located before is returned as it is.
 
     Arguments and errors are those of `check_arrays`. Compiled code reads the headers of the arrays, so thousands of
-    arrays take hardly more time than one. The addresses are valid while the arrays exist.
+    arrays take hardly more time than one.
 
     Example:
-        >>> locate([np.zeros((2, 3), np.float32), np.zeros(1, np.float32)], "update")[:, SIZE]
-        array([6, 1])
+        >>> located = locate([np.zeros((2, 3), np.float32), np.zeros(1, np.float32)], "update")
+        >>> located.sizes, located.size, locate(located, "update") is located
+        ([6, 1], 7, True)
     """
+    if isinstance(arrays, Located):
+        if arrays.writable or not writable:
+            return arrays
+        arrays = arrays.arrays
     if not isinstance(arrays, list | tuple):  # Others may make arrays that exist only while they are looked at.
         raise TypeError(f"{what}: expected a list or tuple of arrays, got {type(arrays).__name__}. Do: [array]")
     table = np.empty((len(arrays), 2), np.int64)
@@ -60,8 +88,27 @@ def locate(arrays: Sequence[Float32Array], what: str, writable: bool = False) ->
     while (at := _read_headers(known, _HEAD, _ARRAY, _FLOAT32, flags, at, table)) < len(arrays):
         table[at] = _check_array(arrays[at], f"{what}[{at}]", writable)
         at += 1
-    _check_total(int(table[:, SIZE].sum()), what)
-    return table
+    return Located(table, _check_total(int(table[:, SIZE].sum()), what), arrays, writable)
+
+
+def locate_both(
+    update: Sequence[Float32Array] | Located, residual: Float32Array | Located, writable: bool = False
+) -> tuple[Located, Located]:
+    """Return an update and its residual, located; see `locate`.
+
+    Args:
+        update: C-contiguous float32 arrays, read as one vector of n elements.
+        residual: float32[n].
+        writable: True if the kernel writes to the residual.
+
+    Raises:
+        ValueError: if the residual has another number of elements.
+    """
+    arrays = locate(update, "update")
+    kept = locate(residual if isinstance(residual, Located) else [residual], "residual", writable)
+    if kept.size != arrays.size:
+        raise ValueError(f"residual: expected the {arrays.size} elements of the update, got {kept.size}.")
+    return arrays, kept
 
 
 def _check_array(array: AnyArray, name: str, writable: bool) -> tuple[int, int]:
@@ -140,26 +187,30 @@ def aligned(n: int) -> Float32Array:
 
 def frozen(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     """Return a read-only view. To Numba a writable array has another type, for which it would compile again."""
+    if not array.flags.writeable:
+        return array
     array = array.view()
     array.flags.writeable = False
     return array
 
 
-def check_runs(runs: Runs, n: int, what: str) -> None:
-    """Raise ValueError unless `runs` cover n elements with taus that are normal, positive float32."""
+def check_runs(runs: Runs, n: int, what: str) -> Runs:
+    """Return read-only `runs`; raise ValueError unless they cover n elements with taus that are normal, positive."""
     lengths, taus = runs
     if lengths.dtype != np.int64 or taus.dtype != np.float32 or lengths.shape != taus.shape or lengths.ndim != 1:
         raise ValueError(
             f"runs: expected lengths int64[R] and taus float32[R], got {lengths.dtype}{list(lengths.shape)} and "
             f"{taus.dtype}{list(taus.shape)}."
         )
-    error = _runs_error(frozen(lengths), frozen(taus), n)
+    lengths, taus = frozen(lengths), frozen(taus)
+    error = _runs_error(lengths, taus, n)
     if error == 1:
         raise ValueError(
             f"runs: expected lengths of at least 1 that add up to the {n} elements of {what}, got {lengths}."
         )
     if error == 2:
         raise ValueError(f"tau: expected normal, positive float32, got {taus}.")
+    return Runs(lengths, taus)
 
 
 @entry
@@ -178,17 +229,22 @@ def _runs_error(lengths: Int64Array, taus: Float32Array, n: int) -> int:
 def pieces(arrays: Int64Array, runs: Runs) -> Int64Array:
     """Divide arrays, read as one vector, into pieces of one array and one run: int64[P, 4], in order.
 
-    `arrays` is the table of `locate`. A row of the result has the START and END of a piece in the vector, the ADDRESS
-    of its first element, and its RUN. The table is valid while the arrays exist.
+    `arrays` is the table of a `Located`. A row of the result has the START and END of a piece in the vector, the
+    ADDRESS of its first element, and its RUN. The table is valid while the arrays exist.
 
     Example:
         >>> a, b = np.zeros(3, np.float32), np.zeros(2, np.float32)
-        >>> table = pieces(locate([a, b], "update"), Runs(np.array([2, 3]), np.ones(2, np.float32)))
+        >>> table = pieces(locate([a, b], "update").table, Runs(np.array([2, 3]), np.ones(2, np.float32)))
         >>> table[:, [START, END, RUN]].tolist()
         [[0, 2, 0], [2, 3, 1], [3, 5, 1]]
     """
     rows = np.empty((len(arrays) + len(runs.lengths), 4), np.int64)
     return rows[: _cut(arrays, frozen(runs.lengths), rows)]
+
+
+def whole_pieces(arrays: Located) -> Int64Array:
+    """Return the pieces of arrays that are one run; see `pieces`."""
+    return pieces(arrays.table, Runs(np.array([arrays.size]), np.ones(1, np.float32)))
 
 
 @entry
@@ -208,3 +264,30 @@ def _cut(arrays: Int64Array, lengths: Int64Array, rows: Int64Array) -> np.int64:
             found += 1
             at = stop
     return found
+
+
+@entry
+def gather(pieces: Int64Array, residual: Float32Array, lines: Int64Array, out: Float32Array) -> None:
+    """Copy the elements of some lines, and those of the residual; see `cpu.sample`."""
+    n, taken = residual.size, np.int64(0)
+    for i in range(lines.size):
+        first = LINE * lines[i]
+        p = piece_of(pieces, first)
+        for element in range(first, min(first + LINE, n)):
+            while element >= pieces[p, 1]:
+                p += 1
+            out[0, taken] = simd.load_float(pieces[p, 2] + 4 * (element - pieces[p, 0]))
+            out[1, taken] = residual[element]
+            taken += 1
+
+
+def sampled(n: int, lines: Int64Array) -> int:
+    """Return the number of elements in some lines of n elements, given by increasing numbers.
+
+    Example:
+        >>> sampled(40, np.array([0, 1])), sampled(40, np.array([0, 2]))
+        (32, 24)
+    """
+    if lines.size and not 0 <= lines[0] <= lines[-1] < -(-n // LINE):
+        raise ValueError(f"lines: expected numbers from 0 below {-(-n // LINE)}, got {lines[0]} to {lines[-1]}.")
+    return int(LINE * lines.size - max(LINE * (lines[-1] + 1) - n, 0)) if lines.size else 0

@@ -1,15 +1,23 @@
-"""Table of the tiles of a message. Every decoder first builds it from the tile headers."""
+"""Reader of what stands before the entries of a message: the lengths of its runs, and the headers of its tiles."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
 
 from hvdx.kernels.arrays import Int64Array, UInt8Array
 from hvdx.kernels.compiled import entry
-from hvdx.kernels.tiles import TILE_MAX, Malformed
+from hvdx.kernels.pieces import frozen
+from hvdx.kernels.tiles import TILE_MAX, Malformed, Runs
 
 #: Columns of a table of tiles.
 START, LENGTH, ENTRIES, MULTIPLE, FIRST, LAST = range(6)
 
+#: Bytes of the tau of a run. The taus follow the lengths.
+_TAU = 4
+# Limits of tau.
+_LEAST, _MOST = 2.0**-126, 2.0**126
+_NUMBERS = ("", "a number that does not end", "a number with a superfluous byte")
 _ERRORS = (
     "",
     "a number that does not end",
@@ -87,11 +95,21 @@ def table(tiles: UInt8Array, n: int) -> Int64Array:
 
     Raises:
         Malformed: if the headers are not those of tiles for n elements.
+        TypeError: if `tiles` is not uint8[bytes].
+        ValueError: if it is not contiguous.
 
     Example:
         >>> table(np.array([4, 2, 0, 1, 0b1], np.uint8), 10)
         array([[4, 1, 1, 0, 4, 4]])
     """
+    if not isinstance(tiles, np.ndarray) or tiles.dtype != np.uint8 or tiles.ndim != 1:
+        raise TypeError(
+            f"message: expected uint8[bytes], got {type(tiles).__name__}. Use np.frombuffer(..., np.uint8)."
+        )
+    if not tiles.flags.c_contiguous:
+        raise ValueError("message: expected contiguous uint8[bytes]. Pass np.ascontiguousarray(...) of it.")
+    if tiles.flags.writeable:
+        tiles = frozen(tiles)
     rows = np.empty((64, 6), np.int64)
     found, error, at = _walk(tiles, n, rows)
     if error:
@@ -100,3 +118,98 @@ def table(tiles: UInt8Array, n: int) -> Int64Array:
         rows = np.empty((found, 6), np.int64)
         _walk(tiles, n, rows)
     return rows[:found]
+
+
+@entry
+def _count(data: UInt8Array) -> tuple[int, int, int]:
+    """Read the number of runs: (number, offset of its end, 0 or an error code)."""
+    return get_varint(data, 0)
+
+
+@entry
+def _read(data: UInt8Array, at: int, n: int, lengths: Int64Array) -> tuple[int, int, int, int]:
+    """Fill `lengths`: (number of lengths read, elements of n without a run, offset of the end, 0 or an error code).
+
+    Reading stops after a run of no elements, and after one that exceeds n.
+    """
+    left = n
+    for i in range(lengths.size):
+        length, at, error = get_varint(data, at)
+        if error:
+            return i, left, at, error
+        lengths[i] = length
+        left -= length
+        if length == 0 or left < 0:
+            return i + 1, left, at, 0
+    return lengths.size, left, at, 0
+
+
+def read_lengths(data: UInt8Array, n: int) -> tuple[Int64Array, int]:
+    """Read the lengths of a message's runs.
+
+    Args:
+        data: uint8[bytes], untrusted: the number of runs, their lengths, and the rest of the message.
+        n: expected sum of the lengths.
+
+    Returns:
+        The lengths, int64[R], and the offset of their end.
+
+    Raises:
+        Malformed: if a number is invalid, if `data` is too short for all runs, or if the lengths do not add up to n.
+
+    Example:
+        >>> lengths, end = read_lengths(np.array([2, 1, 3, *[0] * 8], np.uint8), 4)
+        >>> lengths.tolist(), end
+        ([1, 3], 3)
+    """
+    if data.flags.writeable:
+        data = frozen(data)
+    count, at, error = _count(data)
+    if error:
+        raise Malformed(f"the lengths of its runs: {_NUMBERS[error]}")
+    if count > data.size // (1 + _TAU):
+        raise Malformed(f"the lengths of its runs: {count} runs in {data.size} bytes")
+    lengths = np.empty(count, np.int64)
+    found, left, at, error = _read(data, at, n, lengths)
+    if error:
+        raise Malformed(f"the lengths of its runs: {_NUMBERS[error]}")
+    if found and lengths[found - 1] == 0:
+        raise Malformed("a run of no elements")
+    if left:
+        more = " or more" if found < count else ""
+        raise Malformed(
+            f"expected an update of {n} elements, got one of {n - left}{more}. Give every rank the same model"
+        )
+    return lengths, at
+
+
+def read_runs(bodies: Sequence[UInt8Array], n: int) -> list[tuple[UInt8Array, Runs]]:
+    """Divide messages into their tiles and their runs.
+
+    Args:
+        bodies: untrusted uint8[bytes] of each message: its lengths, one tau for each, and its tiles.
+        n: number of elements of the update.
+
+    Raises:
+        Malformed: if a body does not begin so; the error's `message` is the message's position.
+
+    Example:
+        >>> body = np.concatenate([np.array([1, 3], np.uint8), np.ones(1, np.float32).view(np.uint8)])
+        >>> read_runs([body], 3)[0][1]
+        Runs(lengths=array([3]), taus=array([1.], dtype=float32))
+    """
+    found = []
+    for i, body in enumerate(bodies):
+        try:
+            lengths, at = read_lengths(body, n)
+        except Malformed as error:
+            raise Malformed(str(error), i) from None
+        end = at + _TAU * len(lengths)
+        if end > len(body):
+            raise Malformed("it ends within its taus", i)
+        taus = body[at:end].view("<f4").astype(np.float32)
+        valid = (taus >= _LEAST) & (taus <= _MOST)
+        if not valid.all():
+            raise Malformed(f"a tau of {taus[np.argmin(valid)]}", i)
+        found.append((body[end:], Runs(lengths, taus)))
+    return found

@@ -150,18 +150,6 @@ def plan(counts: Int64Array, layout: Layout = LAYOUT) -> Int64Array:
     return np.array(tiles, np.int64)
 
 
-def sampled(n: int, lines: Int64Array) -> int:
-    """Return the number of elements in some lines of n elements, given by increasing numbers.
-
-    Example:
-        >>> sampled(40, np.array([0, 1])), sampled(40, np.array([0, 2]))
-        (32, 24)
-    """
-    if lines.size and not 0 <= lines[0] <= lines[-1] < -(-n // LINE):
-        raise ValueError(f"lines: expected numbers from 0 below {-(-n // LINE)}, got {lines[0]} to {lines[-1]}.")
-    return int(LINE * lines.size - max(LINE * (lines[-1] + 1) - n, 0)) if lines.size else 0
-
-
 def factors(lookahead: float) -> tuple[np.float32, np.float32]:
     """Return the factor of an update, 1 + lookahead, and the share of the product that is subtracted again.
 

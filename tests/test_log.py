@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Files that write to stderr themselves, and why.
 WRITERS = {
     "hvdx/log.py": "the others write by it",
-    "hvdx/cli/common/progress.py": "a progress bar",
+    "hvdx/cli/average.py": "a progress bar",
     "hvdx/cli/comparing/runner.py": "a progress line, which is written in parts",
     "hvdx/cli/comparing/guard.py": "a process without hvdx, which speaks for the command that it starts",
 }

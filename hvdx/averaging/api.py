@@ -1,7 +1,10 @@
 """`hvdx.average` and `hvdx.average_weights`: the mean of saved networks and of models in memory."""
 
 import contextlib
+import json
 import os
+import re
+import resource
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,15 +12,207 @@ from typing import Any, get_args
 
 import numpy as np
 
-from hvdx.averaging.alike import adapted_differently, check_alike
-from hvdx.averaging.descriptors import room_for
 from hvdx.averaging.distance import Distance, distances
 from hvdx.averaging.formats import known, open_network
+from hvdx.averaging.keras_config import comparable
 from hvdx.averaging.mean import Integers, Mean, resolve_weights
-from hvdx.averaging.network import Network
+from hvdx.averaging.network import Network, Tensor, Values, native
 from hvdx.averaging.output import check_free, write_whole
 from hvdx.averaging.saved_model import SavedModel
+from hvdx.averaging.sharded import INDEX_ENDING
 from hvdx.errors import AverageError, ConfigError
+
+# A Keras archive takes two descriptors, and its unpacked weights take one.
+_PER_NETWORK = 3
+# Descriptors for output, temporary files and libraries.
+_OTHERS = 64
+
+
+def _open_now() -> int:
+    """Return the number of files that this process has open."""
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 0
+
+
+def _files(path: Path) -> int:
+    """Return the maximum number of open files of a network; those in its folder, or beside its index, may be shards."""
+    folder = path if path.is_dir() else path.parent if path.name.endswith(INDEX_ENDING) else None
+    try:
+        return _PER_NETWORK + (len(os.listdir(folder)) if folder is not None else 0)
+    except OSError:
+        # `open_network` reports the error.
+        return _PER_NETWORK
+
+
+@contextlib.contextmanager
+def room_for(paths: Sequence[Path]) -> Iterator[None]:
+    """Raise the limit on open files, if necessary, until the block ends.
+
+    Args:
+        paths: networks that will be open at the same time.
+
+    Raises:
+        ConfigError: if the system does not allow enough open files.
+    """
+    needed = sum(map(_files, paths)) + _open_now() + _OTHERS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        yield
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"{len(paths)} networks: expected a limit of {needed} open files, got {hard}. Do: ulimit -n {needed}; or "
+            "average them in groups, and then the means, weighted by the sizes of the groups."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class InMemory(Network):
+    """Weights of a model in memory.
+
+    Args:
+        model: object with `get_weights()`, or a list of arrays.
+        name: name of the model in error messages.
+    """
+
+    format = "model in memory"
+    suffixes = ()
+
+    def __init__(self, model: Any, name: str):
+        self.path = Path(name)
+        # Keras numbers the names of layers across models, so tensors are identified by their position.
+        arrays = model.get_weights() if hasattr(model, "get_weights") else model
+        self.tensors = {f"weight {i}": _tensor(f"weight {i}", np.asarray(a)) for i, a in enumerate(arrays)}
+        self.architecture = _architecture(model)
+
+    @classmethod
+    def recognises(cls, path: Path, head: bytes) -> bool:
+        """Return False: a model in memory is not a file."""
+        return False
+
+    @classmethod
+    def open(cls, path: Path) -> Network:
+        """Raise an error: there is no file to open."""
+        raise AverageError(f"{path}: expected a model in memory.")
+
+    def write(self, out: Path, values: Values) -> None:
+        """Raise an error: there is no file format to write."""
+        raise AverageError(f"{out}: expected a file format, got a model in memory.")
+
+
+def _architecture(model: object) -> Any:
+    if not hasattr(model, "to_json"):
+        return None
+    try:
+        return comparable(json.loads(model.to_json()))
+    except Exception:
+        # A model of a custom class need not have a configuration.
+        return None
+
+
+def _tensor(name: str, array: np.ndarray) -> Tensor:
+    flat = np.ascontiguousarray(array).reshape(-1)
+
+    def read(start: int, out: np.ndarray) -> None:
+        out[...] = flat[start : start + out.size]
+
+    return Tensor(name, array.shape, array.dtype, read)
+
+
+_OTHER = "Only networks of the same architecture have a mean."
+# Mean and variance that `Normalization.adapt` has computed, in Keras' files; the third tensor is an integer.
+_ADAPTED = re.compile(r"(?:^|/)(normalization(?:_\d+)?)/vars/[01]$")
+
+
+def check_alike(networks: Sequence[Network]) -> None:
+    """Check that all networks have the same tensors and the same architecture.
+
+    Args:
+        networks: open networks.
+
+    Raises:
+        AverageError: if two networks differ; the message names the file, and the tensor or the setting.
+    """
+    first = networks[0]
+    for other in networks[1:]:
+        if other.format != first.format:
+            raise AverageError(
+                f"{other.path}: expected {first.format}, the format of {first.path}, got {other.format}. Give networks "
+                "of one format."
+            )
+        _check_tensors(first, other)
+        if first.architecture is not None and other.architecture is not None:
+            where = _difference(first.architecture, other.architecture)
+            if where is not None:
+                place, a, b = where
+                raise AverageError(f"{other.path}: {place}: expected {a!r}, as in {first.path}, got {b!r}. {_OTHER}")
+
+
+def adapted_differently(networks: Sequence[Network]) -> list[str]:
+    """Return the names of Keras' `Normalization` layers whose statistics differ between networks.
+
+    Args:
+        networks: open networks that are alike.
+    """
+    first, *others = networks
+    layers = {name: found[1] for name in first.tensors if (found := _ADAPTED.search(name))}
+    differ = (
+        layer
+        for name, layer in layers.items()
+        for other in others
+        if not np.array_equal(first.tensors[name].array(), other.tensors[name].array(), equal_nan=True)
+    )
+    return list(dict.fromkeys(differ))
+
+
+def _check_tensors(first: Network, other: Network) -> None:
+    # Tensors are compared in the order of the first file: its first difference says more about two architectures than
+    # the first in alphabetical order.
+    for name, tensor in first.tensors.items():
+        theirs = other.tensors.get(name)
+        if theirs is None:
+            extra = [n for n in other.tensors if n not in first.tensors]
+            hint = f" Is {extra[0]} its name here?" if len(extra) == 1 else ""
+            raise AverageError(f"{other.path}: {name}: is in {first.path}, and missing here.{hint} {_OTHER}")
+        if theirs.shape != tensor.shape:
+            raise AverageError(
+                f"{other.path}: {name}: expected the shape {list(tensor.shape)}, as in {first.path}, got "
+                f"{list(theirs.shape)}. {_OTHER}"
+            )
+        if native(theirs.dtype) != native(tensor.dtype):
+            raise AverageError(
+                f"{other.path}: {name}: expected {native(tensor.dtype)}, as in {first.path}, got "
+                f"{native(theirs.dtype)}. Save both in one dtype."
+            )
+    for name in other.tensors:
+        if name not in first.tensors:
+            raise AverageError(f"{first.path}: {name}: is in {other.path}, and missing here. {_OTHER}")
+
+
+def _difference(a: object, b: object, place: str = "") -> tuple[str, Any, Any] | None:
+    """Return the place of the first difference between two JSON values, and both values there; None if equal."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(k for k in b if k not in a)]:
+            found = _difference(a.get(key), b.get(key), f"{place}.{key}" if place else str(key))
+            if found:
+                return found
+        return None
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            found = _difference(x, y, f"{place}[{i}]")
+            if found:
+                return found
+        return None
+    if isinstance(a, list) and isinstance(b, list):
+        return f"the length of {place}", len(a), len(b)
+    return None if a == b else (place, a, b)
+
 
 Progress = Callable[[int, int], object]
 
@@ -146,7 +341,7 @@ def average_weights(models: Sequence[Any], weights: Sequence[float] | None = Non
         >>> [a.tolist() for a in average_weights([[np.zeros(2)], [np.ones(2)]], weights=[1, 3])]
         [[0.75, 0.75]]
     """
-    from hvdx.averaging.memory import InMemory
+    from hvdx.averaging.api import InMemory
 
     networks = [InMemory(model, f"model {i}") for i, model in enumerate(models)]
     if not networks:

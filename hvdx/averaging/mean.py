@@ -68,7 +68,7 @@ class Mean:
     """Weighted mean of networks, tensor by tensor.
 
     Args:
-        networks: networks with the same tensors (see `hvdx.averaging.alike`).
+        networks: networks with the same tensors (see `hvdx.averaging.api`).
         weights: result of `resolve_weights`.
         integers: see `Integers`.
         progress: function that is called with the number of bytes that were just read.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdx.cli.commands import COMMANDS
 from hvdx.cli.common import json_file
 from hvdx.cli.common.processes import program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 
 NAME = "advise"
-HELP = "predict the fastest strategy for a script, without training"
-EXAMPLE = "hvdx advise --bandwidth 100mbit -n 2,4 -- python train.py"
+EXAMPLE = COMMANDS["advise"].example
 DETAILS = """\
 The script runs alone for some steps, unchanged; it needs the callback hvdx.keras.Distribute(). Then the speeds of this
 machine are measured, and a cost model predicts a step under each strategy. With --hosts, or inside a batch job, the

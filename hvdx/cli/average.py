@@ -1,6 +1,7 @@
 """`hvdx average`: the mean of saved networks, in their own format."""
 
 import argparse
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdx.cli.common.progress import Progress
+from hvdx.cli.commands import COMMANDS
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.errors import ConfigError, HvdxError
 from hvdx.log import Log
@@ -16,9 +17,52 @@ from hvdx.report.table import quantity
 
 _log = Log(__name__)
 
-NAME = "average"
-HELP = "average saved networks: Keras, TensorFlow, PyTorch, safetensors, MXNet"
-EXAMPLE = "hvdx average rank0.keras rank1.keras -o mean.keras"
+_QUIET_SECONDS = 1.0
+_TERMINAL_SECONDS = 0.2
+_PLAIN_SECONDS = 10.0
+
+
+class Progress:
+    """Progress line, updated by calls with the bytes done and the total. Work of less than a second shows nothing.
+
+    Args:
+        what: first words of the line.
+    """
+
+    def __init__(self, what: str):
+        self._what, self._begin = what, time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._next = self._begin + (_QUIET_SECONDS if self._terminal else _PLAIN_SECONDS)
+        self._width = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show the progress if the last line is old enough."""
+        now = time.monotonic()
+        if now < self._next or not done:
+            return
+        self._next = now + (_TERMINAL_SECONDS if self._terminal else _PLAIN_SECONDS)
+        rate = done / (now - self._begin)
+        left = max(total - done, 0) / rate
+        line = (
+            f"{self._what}: {min(done / (total or 1), 1):4.0%} of {quantity(total, 'B')} read, "
+            f"{quantity(rate, 'B/s')}, {left:.0f} s left"
+        )
+        if self._terminal:
+            sys.stderr.write(f"\r{line.ljust(self._width)}")
+            self._width = len(line)
+        else:
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """Erase the line."""
+        if self._width:
+            sys.stderr.write(f"\r{' ' * self._width}\r")
+            sys.stderr.flush()
+            self._width = 0
+
+
+EXAMPLE = COMMANDS["average"].example
 DETAILS = """\
 formats; most frameworks need not be installed (Keras files need h5py, TensorFlow's formats need TensorFlow):
   Keras         .keras, .weights.h5                 TensorFlow    checkpoints (the prefix), SavedModel folders

@@ -5,9 +5,6 @@ from importlib import import_module
 
 from hvdx.errors import ConfigError
 
-NAME = "bench"
-HELP = "measure the codec: bits on the wire against entropy, kernels against memory speed"
-EXAMPLE = "hvdx bench wire"
 DETAILS = """\
 Exit code 0: every goal was met; 1: some were missed (the last lines name them).
 

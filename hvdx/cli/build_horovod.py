@@ -14,9 +14,6 @@ from hvdx.log import Log
 
 _log = Log(__name__)
 
-NAME = "build-horovod"
-HELP = "build Horovod for the TensorFlow and the MPI of this environment, and install it"
-EXAMPLE = "hvdx build-horovod"
 DETAILS = f"""\
 Horovod {source.VERSION} is published only as source, which does not compile with current TensorFlow. This command
 patches the source, builds a wheel (about two minutes, once), keeps the wheel, installs it, and runs an all-reduce on

@@ -8,9 +8,6 @@ from hvdx.log import Log
 
 _log = Log(__name__)
 
-NAME = "build-kernels"
-HELP = "compile the kernels of Threshold for this machine's processor, and keep them"
-EXAMPLE = "hvdx build-kernels"
 DETAILS = """\
 Without this command, the first training with Threshold compiles the kernels, and later ones load them. Compiled
 kernels fit one version of hvdx, Numba and Python and one type of processor: on a cluster, run this on a compute

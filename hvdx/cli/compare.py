@@ -12,9 +12,6 @@ from hvdx.log import Log
 
 _log = Log(__name__)
 
-NAME = "compare"
-HELP = "run a script under several strategies, and say which one is best"
-EXAMPLE = "hvdx compare --target val_accuracy=0.85 -- python train.py"
 DETAILS = """\
 The script stays as it is; it needs the callback hvdx.keras.Distribute(), without a strategy. Each run has its record,
 its log and its outcome in DIR/runs. At the end the command prints which strategy trains fastest, which one reaches the
@@ -67,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the script under each strategy, and print the verdict."""
-    from hvdx.cli.comparing.options import plan_of
-    from hvdx.cli.comparing.plan import check, store
+    from hvdx.cli.comparing.plan import check, plan_of, store
     from hvdx.cli.comparing.runner import locked, run_all
 
     plan = plan_of(args)

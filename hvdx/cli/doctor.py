@@ -16,9 +16,6 @@ from hvdx.log import Log
 
 _log = Log(__name__)
 
-NAME = "doctor"
-HELP = "check TensorFlow, Keras, MPI, Horovod and this machine, with a remedy for each problem"
-EXAMPLE = "hvdx doctor"
 DETAILS = """\
 Exit code 0: training would work (even if there are notes and warnings); 1: training would not work.
 

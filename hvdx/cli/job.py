@@ -8,6 +8,7 @@ from pathlib import Path
 from hvdx.cli.batch import kubernetes, site
 from hvdx.cli.batch.plan import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan
 from hvdx.cli.batch.script import script
+from hvdx.cli.commands import COMMANDS
 from hvdx.cli.common.processes import program_of
 from hvdx.errors import ConfigError
 from hvdx.log import Log
@@ -15,8 +16,7 @@ from hvdx.log import Log
 _log = Log(__name__)
 
 NAME = "job"
-HELP = "write the script of a batch job: Slurm, PBS, LSF, Kubernetes, or plain hosts"
-EXAMPLE = "hvdx job slurm --nodes 4 --gpus-per-node 4 --time 12:00:00 -- python train.py"
+EXAMPLE = COMMANDS["job"].example
 DETAILS = """\
 The script is short, has comments, and is yours to keep and edit. By default it is printed; -o writes it to a file,
 --submit submits it to the batch system. Shortly before its time limit, the job gets a signal. With the callback

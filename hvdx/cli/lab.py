@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from hvdx.cli.commands import COMMANDS
 from hvdx.cli.common.mpi_tools import Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.preflight import check_start
 from hvdx.cli.common.processes import child_environment, program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
-from hvdx.cli.emulation import link_check
+from hvdx.cli.emulation import network
 from hvdx.cli.emulation.inside import GRACE, Plan
 from hvdx.cli.emulation.namespaces import enter, obstacle
 from hvdx.cli.emulation.network import MAX_HOSTS, SCRATCH, SUBNET, Shape, parse_burst, parse_rate
@@ -24,8 +25,7 @@ from hvdx.report.table import quantity, render
 _log = Log(__name__)
 
 NAME = "lab"
-HELP = "run a job on several emulated hosts of this machine, with links of a chosen speed"
-EXAMPLE = "hvdx lab -n 4 --bandwidth 100mbit -- python train.py"
+EXAMPLE = COMMANDS["lab"].example
 DETAILS = """\
 Every host is a network namespace with one link to a switch, and with one rank or several. Every link has the given
 bandwidth in each direction. All MPI and Horovod traffic between hosts crosses the links. At the end, a table shows the
@@ -140,7 +140,7 @@ def _program(args: argparse.Namespace, shape: Shape) -> list[str]:
             raise ConfigError(f"lab: --check: expected no command, got {words[0]}. Do: leave out one of the two.")
         if args.hosts < 2:
             raise ConfigError("lab: --check: expected 2 hosts or more, got 1. Do: leave out -n.")
-        return link_check.command(shape.rate, shape.delay)
+        return network.check_command(shape.rate, shape.delay)
     if not words:
         raise ConfigError(f"lab: expected a command to run, got none. Do: {EXAMPLE}")
     if words[0].startswith("-"):

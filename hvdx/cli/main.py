@@ -6,29 +6,12 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from hvdx.cli.commands import COMMANDS
 from hvdx.errors import HvdxError
 from hvdx.log import Log
 from hvdx.version import __version__
 
 _log = Log(__name__)
-
-#: The modules of the sub-commands, in the order of the help text. Each has NAME, HELP, EXAMPLE,
-#: add_arguments(parser) and run(args) -> exit code, and perhaps DETAILS; it imports nothing slow at its top.
-COMMANDS = (
-    "hvdx.cli.run",
-    "hvdx.cli.doctor",
-    "hvdx.cli.build_horovod",
-    "hvdx.cli.build_kernels",
-    "hvdx.cli.advise",
-    "hvdx.cli.simulate",
-    "hvdx.cli.job",
-    "hvdx.cli.bench",
-    "hvdx.cli.lab",
-    "hvdx.cli.compare",
-    "hvdx.cli.report",
-    "hvdx.cli.trace",
-    "hvdx.cli.average",
-)
 
 _DESCRIPTION = """\
 Train Keras 3 models on several machines: add a callback to a script, and choose how workers combine their work.
@@ -60,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hvdx 0.1.0
     """
     _open_closed()
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser(words[0] if words else None)
+    args = parser.parse_args(words)
     if args.command is None:
         parser.print_help()
         return 0
@@ -84,27 +68,33 @@ def _open_closed() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of `hvdx` with the parsers of all commands."""
-    modules = [import_module(name) for name in COMMANDS]
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser of `hvdx`.
+
+    Args:
+        chosen: the command that is called, if it is known. Only its module is imported.
+    """
     raw = argparse.RawDescriptionHelpFormatter
-    commands = "\n".join(f"  {m.NAME:<15} {m.HELP}\n  {'':<15}   e.g.  {m.EXAMPLE}" for m in modules)
+    listed = "\n".join(f"  {name:<15} {c.help}\n  {'':<15}   e.g.  {c.example}" for name, c in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="hvdx",
         usage="hvdx COMMAND [options]",
         description=_DESCRIPTION,
-        epilog=f"commands:\n{commands}\n\n{_FIRST_STEPS}",
+        epilog=f"commands:\n{listed}\n\n{_FIRST_STEPS}",
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"hvdx {__version__}")
     # help=SUPPRESS: the epilog lists the commands, with their examples.
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS, prog="hvdx")
-    for module in modules:
-        details = getattr(module, "DETAILS", "")
+    for name, command in COMMANDS.items():
+        if name != chosen:
+            subparsers.add_parser(name)
+            continue
+        module = import_module(f"hvdx.cli.{name.replace('-', '_')}")
         sub = subparsers.add_parser(
-            module.NAME,
-            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
-            epilog=f"{details}example:\n  {module.EXAMPLE}",
+            name,
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            epilog=f"{getattr(module, 'DETAILS', '')}example:\n  {command.example}",
             formatter_class=raw,
         )
         module.add_arguments(sub)

@@ -6,9 +6,6 @@ from pathlib import Path
 from hvdx.errors import ConfigError
 from hvdx.foreign import printable
 
-NAME = "report"
-HELP = "compare recorded runs: the verdict in words, charts on one HTML page, bars in the terminal"
-EXAMPLE = "hvdx report comparison --target val_accuracy=0.85"
 DETAILS = """\
 DIR is a folder of `hvdx compare`, or one that HVDX_RECORD named. The command prints the verdict, a table and the time
 of a step as bars, and writes the page DIR/report.html. The page needs no other file and no network: send it as it is.

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 _log = Log(__name__)
 
-NAME = "simulate"
-HELP = "run the strategies on up to 2048 virtual workers, with a virtual clock"
-EXAMPLE = 'hvdx simulate --workers 4,64,1024 --bandwidth 100mbit,1gbit --strategies "all_reduce;threshold"'
 DETAILS = """\
 Nothing is launched: the workers are threads of this process, of which one runs at a time. What is real: exchanges and
 codecs run as they are, encode and decode every message, and their work is timed on this machine. What is virtual: a

@@ -6,9 +6,6 @@ from pathlib import Path
 
 from hvdx.errors import ConfigError
 
-NAME = "trace"
-HELP = "write the timeline of a recorded training, all ranks on one clock, for Perfetto"
-EXAMPLE = "hvdx trace runs/one -o trace.json"
 DETAILS = """\
 DIR is a folder that HVDX_RECORD named. The command writes a file in Chrome's trace event format: open it in Perfetto
 (https://ui.perfetto.dev, which reads it in the browser) or in chrome://tracing. Each rank is a process with two

@@ -1,45 +1,49 @@
 """Devices of the threshold codec: access to the arrays of a host or a GPU, and its kernels."""
 
+import copy
 import functools
 import math
 import os
 from collections.abc import Callable, Sequence
 from threading import Lock
 from types import ModuleType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from hvdx.codec.base import Array
 from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
-from hvdx.kernels.arrays import Float32Array
-from hvdx.kernels.pieces import SIZE, aligned, locate
+from hvdx.kernels.pieces import Located, aligned, locate
 from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Runs
 
 if TYPE_CHECKING:
     from hvdx.kernels import cuda  # imports numba-cuda, which may be missing
 
-#: Type of arrays in host memory. A cast to it checks nothing; the kernels check the arrays.
-HostArrays = Sequence[Float32Array]
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Host:
-    """NumPy arrays in host memory."""
+    """NumPy arrays in host memory, with the kernels of `hvdx.kernels.cpu`.
+
+    Args:
+        threads: number of threads of the kernels; None for the default.
+    """
+
+    # The cast checks nothing: `locate` itself checks whether the arrays are those of NumPy.
+    locate: Callable[[Sequence[Array], str, bool], Located] = staticmethod(cast(Any, locate))
+    sample, encode = staticmethod(cpu.sample), staticmethod(cpu.encode)
 
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
+        self.decode = functools.partial(cpu.decode, threads=threads)
 
-    def check(self, arrays: Sequence[Array], what: str, writable: bool = False, stream: object = None) -> list[int]:
-        """Return the arrays' sizes; raise TypeError or ValueError unless the kernels can use the arrays in place."""
-        if stream is not None:
-            raise ValueError(
-                f"stream: expected none for device='cpu', got {type(stream).__name__}. Give device='cuda' or no stream."
-            )
-        sizes: list[int] = locate(cast(HostArrays, arrays), what, writable)[:, SIZE].tolist()
-        return sizes
+    def on(self, stream: object) -> "Host":
+        """Refuse a stream."""
+        raise ValueError(
+            f"stream: expected none for device='cpu', got {type(stream).__name__}. Give device='cuda' or no stream."
+        )
 
     def place(self, values: np.ndarray) -> np.ndarray:
         """Return a copy that starts at a cache line."""
@@ -55,33 +59,9 @@ class Host:
         """Return one element of an array, read as a vector."""
         return np.float32(np.asarray(array).reshape(-1)[element])
 
-    def sample(self, update: Sequence[Array], residual: Array, lines: np.ndarray, stream: object) -> np.ndarray:
-        """Return a sample of an update and of the residual, float32[2, elements]; see `cpu.sample`."""
-        return cpu.sample(cast(HostArrays, update), cast(Float32Array, residual), lines)
-
     def workspace(self, n: int, part: int = 0) -> cpu.Workspace:
         """Return scratch memory for `encode`, whose tiles then have entries of one part of `part` elements each."""
         return cpu.Workspace(n, int(n > 0), _layout(part) if part else LAYOUT, self.threads)
-
-    def encode(
-        self, update: Sequence[Array], residual: Array, runs: Runs, rice: bool, header: bytes, work: cpu.Workspace,
-        lookahead: float, stream: object,
-    ) -> tuple[np.ndarray, Encoded]:  # fmt: skip
-        """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
-        coded = cpu.encode(
-            cast(HostArrays, update), cast(Float32Array, residual), runs, rice, work.layout,
-            threads=work.threads, reserve=len(header), workspace=work, lookahead=lookahead,
-        )  # fmt: skip
-        if coded.fault < 0:
-            coded.tiles[: len(header)] = np.frombuffer(header, np.uint8)
-        return coded.tiles, coded
-
-    def decode(
-        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Array], rice: bool, clear: bool,
-        stream: object,
-    ) -> None:  # fmt: skip
-        """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
-        cpu.decode(messages, scale, cast(HostArrays, out), rice, self.threads, clear)
 
 
 def _layout(part: int) -> Layout:
@@ -127,14 +107,23 @@ class Gpu:
             raise ConfigError(f"threshold: device: expected one of {cuda.number()} GPUs, got number {index}.")
         self._cuda: ModuleType = cuda
         self._index = index
+        self._stream: object = 0
         # Memory of `decode`, which one call at a time may use.
         self._decoding, self._one = cuda.Scratch(), Lock()
 
     @_there
-    def check(self, arrays: Sequence[Array], what: str, writable: bool = False, stream: object = None) -> list[int]:
-        """Return the arrays' sizes; raise TypeError unless they are on a GPU."""
-        stream = self._cuda.as_stream(stream)
-        return [math.prod(self._cuda.as_device(a, f"{what}[{i}]", stream).shape) for i, a in enumerate(arrays)]
+    def on(self, stream: object) -> "Gpu":
+        """Return this GPU, whose kernels run on a stream."""
+        other = copy.copy(self)
+        other._stream = self._cuda.as_stream(stream)
+        return other
+
+    @_there
+    def locate(self, arrays: Sequence[Array], what: str, writable: bool = False) -> Located:
+        """Return the arrays with their sizes, and no addresses; raise TypeError unless they are on a GPU."""
+        there = [self._cuda.as_device(a, f"{what}[{i}]", self._stream) for i, a in enumerate(arrays)]
+        table = np.array([[math.prod(a.shape), 0] for a in there], np.int64).reshape(-1, 2)
+        return Located(table, int(table[:, 0].sum()), there, writable)
 
     @_there
     def view(self, array: Array) -> Array:
@@ -179,9 +168,9 @@ class Gpu:
         self._cuda.subtract(values, out)
 
     @_there
-    def sample(self, update: Sequence[Array], residual: Array, lines: np.ndarray, stream: object) -> np.ndarray:
+    def sample(self, update: Located, residual: Located, lines: np.ndarray) -> np.ndarray:
         """Return a sample of an update and of the residual, float32[2, elements]; see `cpu.sample`."""
-        return self._cuda.sample(update, residual, lines, stream)
+        return self._cuda.sample(update.arrays, residual.arrays[0], lines, self._stream)
 
     def workspace(self, n: int, part: int = 0) -> "cuda.Scratch":
         """Return scratch memory for `encode`, which writes tiles without regard to parts."""
@@ -189,29 +178,29 @@ class Gpu:
 
     @_there
     def encode(
-        self, update: Sequence[Array], residual: Array, runs: Runs, rice: bool, header: bytes, work: "cuda.Scratch",
-        lookahead: float, stream: object,
-    ) -> tuple[np.ndarray, Encoded]:  # fmt: skip
-        """Encode, and change `residual` in place. Return the message, which begins with `header`, and the counts."""
-        stream = self._cuda.as_stream(stream)
-        coded = self._cuda.encode(update, residual, runs, rice, scratch=work, lookahead=lookahead, stream=stream)
+        self, update: Located, residual: Located, runs: Runs, rice: bool, header: bytes, workspace: "cuda.Scratch",
+        lookahead: float,
+    ) -> Encoded:  # fmt: skip
+        """Encode as `cpu.encode` does, to tiles in host memory."""
+        coded: Encoded = self._cuda.encode(
+            update.arrays, residual.arrays[0], runs, rice, scratch=workspace, lookahead=lookahead, stream=self._stream
+        )
         message = np.empty(len(header) + coded.tiles.size, np.uint8)
         message[: len(header)] = np.frombuffer(header, np.uint8)
         if coded.tiles.size:
-            message[len(header) :] = self._cuda.to_host(coded.tiles, stream)
-        return message, coded
+            message[len(header) :] = self._cuda.to_host(coded.tiles, self._stream)
+        return coded._replace(tiles=message)
 
     @_there
     def decode(
-        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Sequence[Array], rice: bool, clear: bool,
-        stream: object,
-    ) -> None:  # fmt: skip
+        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Located, rice: bool, clear: bool
+    ) -> None:
         """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
         if clear:
-            for array in out:
-                self.assign(np.zeros(self._cuda.as_device(array).shape, np.float32), array)
+            for array in out.arrays:
+                self._cuda.as_device(array).copy_to_device(np.zeros(array.shape, np.float32))
         with self._one:
-            self._cuda.decode(messages, scale, list(out), rice, stream, self._decoding)
+            self._cuda.decode(messages, scale, list(out.arrays), rice, self._stream, self._decoding)
 
 
 def simulated() -> bool:

@@ -66,7 +66,9 @@ def unseal(message: np.ndarray | bytes | bytearray | memoryview, codec: int, nam
         )
     if struct.unpack("<I", message[4:SIZE].tobytes())[0] != _checksum(start, message):
         raise WireError("its checksum is wrong; it was cut short or altered in transit.", rank)
-    return message[SIZE:]
+    body = message[SIZE:]
+    body.setflags(write=False)
+    return body
 
 
 def _checksum(start: bytes, message: np.ndarray) -> int:

@@ -7,26 +7,39 @@ clipped. Indices are entropy-coded, in 6 to 16 bits. `docs/wire-format.md` descr
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from hvdx.cache import kernels_folder
-from hvdx.codec import frame, tau, varint
+from hvdx.codec import frame, varint
 from hvdx.codec.base import Array, Codec, State
 from hvdx.codec.devices import Gpu, Host, gpu
 from hvdx.codec.parts import cut_tiles, join_tiles
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import compiled, cpu
-from hvdx.kernels.lengths import read_lengths
-from hvdx.kernels.tiles import Malformed, Runs, factors, limit
+from hvdx.kernels.pieces import Located
+from hvdx.kernels.table import read_runs
+from hvdx.kernels.tiles import LINE, Malformed, Runs, limit
 
 #: tau if neither tau nor a density is given: that of Strom and Deeplearning4j, as a power of two.
 DEFAULT_TAU = 2.0**-10
+#: Lower bound of tau, as a share of the largest element. A smaller tau would hardly send more elements, only larger m.
+SPAN = 2.0**-12
+# Least number of elements of a sample, of those in it that reach tau, and most elements.
+_ELEMENTS, _REACHING, _MOST_ELEMENTS = 4096, 32, 2**17
+# Multiple of the wanted number of elements that may reach tau if many are equal.
+_MOST_EQUAL = 1.5
+# Bits of tau that are zero, so that its multiples are exact in float32 up to 16 times tau. With 8 such bits, the first
+# updates of Adam, whose sizes differ by less than 2**-15, would be equal.
+_UNUSED = np.uint32(0xF)
+# Odd factors of a multiplicative hash: 2**32 times the golden ratio, and another.
+_SCATTER = 0x9E3779B1, 0x85EBCA77
+_LEAST, _MOST = np.float32(2.0**-126), np.float32(2.0**126)
 _DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
 _USED_UP = (
     "state: encode has used it up. Use the state that encode returned; if encode was interrupted, restore a checkpoint."
@@ -87,6 +100,15 @@ class _Refused(Exception):  # noqa: N818
     def __init__(self, fault: int, tau: np.float32) -> None:
         super().__init__()
         self.fault, self.tau = fault, tau
+
+
+class _Step(NamedTuple):
+    """One call of `encode`: device, update and residual, and the state before it."""
+
+    device: Host | Gpu
+    update: Located
+    residual: Located
+    state: ThresholdState
 
 
 class Threshold(Codec[ThresholdState]):
@@ -150,6 +172,8 @@ class Threshold(Codec[ThresholdState]):
         self.tau = None if tau is None and target_density is not None else DEFAULT_TAU if tau is None else float(tau)
         self.target_density, self.index_coding = target_density, index_coding
         self.threads, self.device, self.part = threads, device, part
+        # Number of the codec in frames, and its name in errors.
+        self._wire = self.number + (index_coding == "none"), f"{self.name}, index_coding={index_coding!r}"
         _, _, index = device.partition(":")
         self._device: Host | Gpu = Host(threads) if device == "cpu" else gpu(int(index) if index else None)
 
@@ -220,20 +244,26 @@ class Threshold(Codec[ThresholdState]):
                 (1 + lookahead) * update.
         """
         self.prepare()
-        sizes = self._device.check(update, "update", stream=stream)
+        device = self._device if stream is None else self._device.on(stream)
+        located = device.locate(update, "update", False)
+        sizes = located.sizes
         if sizes != list(state.sizes) and sizes != [sum(state.sizes)]:
             raise ValueError(f"update: expected arrays of {list(state.sizes)} elements, got {sizes}.")
         if not state.claim.acquire(blocking=False):
             raise ValueError(_USED_UP)
         # An interruption from here on leaves a residual that is partly updated. Only a refusal takes the whole update
         # back, so only a refusal releases the state.
-        measured, ahead = self._measured(update, state, lookahead, stream, least)
+        if "residual" not in state.scratch:
+            state.scratch["residual"] = device.locate([state.residual], "residual", True)
+            state.scratch["workspace"] = device.workspace(state.residual.size, self.part or 0)
+        step = _Step(device, located, state.scratch["residual"], state)
+        tau, ahead = self._measured(step, lookahead, least)
         try:
-            message, after = self._encode(update, measured, ahead, stream)
+            message, after = self._encode(step, tau, ahead)
         except _Refused as refused:
             state.claim.release()
-            raise self._cannot_send(update, state, refused.fault, refused.tau, ahead) from None
-        return frame.seal(message, self._wire_number), after
+            raise self._cannot_send(step, refused.fault, refused.tau, ahead) from None
+        return frame.seal(message, self._wire[0]), after
 
     def decode(
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
@@ -251,21 +281,22 @@ class Threshold(Codec[ThresholdState]):
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float, clear: bool, stream: object
     ) -> None:
         self.prepare()
-        n = sum(self._device.check(out, "out", writable=True, stream=stream))
-        bodies = [self._opened(message, n, rank) for rank, message in enumerate(messages)]
+        device = self._device if stream is None else self._device.on(stream)
+        located = device.locate(out, "out", True)
+        bodies = []
+        for rank, message in enumerate(messages):
+            bodies.append(frame.unseal(message, *self._wire, rank))
         try:
-            self._device.decode(bodies, scale, out, self.index_coding == "rice", clear, stream)
+            device.decode(read_runs(bodies, located.size), scale, located, self.index_coding == "rice", clear=clear)
         except Malformed as error:
             raise WireError(f"{error}.", error.message) from None
 
     def _opened(self, message: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
         """Check the frame of a message of n elements, and return its tiles and runs."""
-        body = frame.unseal(message, self._wire_number, f"{self.name}, index_coding={self.index_coding!r}", rank)
-        return _open(body, n, rank)
-
-    @property
-    def _wire_number(self) -> int:
-        return self.number + (self.index_coding == "none")
+        try:
+            return read_runs([frame.unseal(message, *self._wire, rank)], n)[0]
+        except Malformed as error:
+            raise WireError(f"{error}.", rank) from None
 
     def split(self, message: np.ndarray, n: int) -> list[np.ndarray]:
         """Split a message that this codec encoded into a message for each part of the update.
@@ -309,7 +340,7 @@ class Threshold(Codec[ThresholdState]):
         return self._sealed(_header(runs), tiles)
 
     def _sealed(self, head: bytes, tiles: np.ndarray) -> np.ndarray:
-        return frame.seal(np.concatenate([np.frombuffer(head, np.uint8), tiles]), self._wire_number)
+        return frame.seal(np.concatenate([np.frombuffer(head, np.uint8), tiles]), self._wire[0])
 
     def restore(self, arrays: Mapping[str, np.ndarray], sizes: Sequence[int]) -> ThresholdState:
         fresh = self.init(sizes)
@@ -352,78 +383,73 @@ class Threshold(Codec[ThresholdState]):
             return fresh
         return replace(fresh, tau=new["taus"][0], found=bool(new["found"][0]), sent=int(new["sent"][0]))
 
-    def _encode(
-        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object
-    ) -> tuple[np.ndarray, ThresholdState]:
-        """Return the message and the state for the next update. Raise _Refused if there is a fault."""
-        n = state.residual.size
-        if "workspace" not in state.scratch:
-            state.scratch["workspace"] = self._device.workspace(n, self.part or 0)
-        work, rice = state.scratch["workspace"], self.index_coding == "rice"
-        tried = False
+    def _encode(self, step: "_Step", tau: np.float32 | None, lookahead: float) -> tuple[np.ndarray, ThresholdState]:
+        """Return the message, and the state for the next update. Raise _Refused if there is a fault.
+
+        Args:
+            step: the step.
+            tau: tau that the sample gives; None for that of the state.
+            lookahead: see `encode`.
+        """
+        state, n = step.state, step.update.size
+        found, tau, tried = state.found or tau is not None, state.tau if tau is None else tau, False
         while True:
-            runs = Runs(np.full(int(n > 0), n), np.full(int(n > 0), state.tau))
-            message, coded = self._device.encode(
-                update, state.residual, runs, rice, _header(runs), work, lookahead, stream
-            )
+            runs = Runs(np.full(int(n > 0), n), np.full(int(n > 0), tau))
+            coded = step.device.encode(
+                step.update, step.residual, runs, self.index_coding == "rice", header=_header(runs),
+                workspace=state.scratch["workspace"], lookahead=lookahead,
+            )  # fmt: skip
             if coded.fault < 0:
                 sent = int(coded.sent.sum())
-                return message, replace(state, step=state.step + 1, sent=sent, claim=Lock())
+                return coded.tiles, replace(state, tau=tau, found=found, step=state.step + 1, sent=sent, claim=Lock())
             # The element is NaN, infinite or too large for tau. A larger tau is tried once, unless tau is fixed.
             if self.target_density is None or tried:
-                raise _Refused(coded.fault, state.tau)
-            tried, state = True, replace(state, tau=self._tau_of_largest(update, state, lookahead, stream))
+                raise _Refused(coded.fault, tau)
+            tried, tau = True, self._tau_of_largest(step, tau, lookahead)
 
     def _measured(
-        self,
-        update: Sequence[Array],
-        state: ThresholdState,
-        lookahead: float | Callable[[float], float],
-        stream: object,
-        least: float,
-    ) -> tuple[ThresholdState, float]:
-        """Return the state with the tau, and the lookahead, that a sample of the update gives."""
-        n, follow = state.residual.size, lookahead if callable(lookahead) else lambda _: lookahead
+        self, step: "_Step", lookahead: float | Callable[[float], float], least: float
+    ) -> tuple[np.float32 | None, float]:
+        """Return the tau that a sample of the update gives, None for the one before, and the lookahead."""
+        n, state = step.update.size, step.state
+        follow = lookahead if callable(lookahead) else lambda _: lookahead
         # All of them, one large sample after another, to find the first tau.
-        for lines in [tau.lines(n, self.target_density, state.step)] if state.found else tau.all_lines(n):
-            values, residual = self._device.sample(update, state.residual, lines, stream)
+        for lines in [lines_of(n, self.target_density, state.step)] if state.found else all_lines(n):
+            values, residual = step.device.sample(step.update, step.residual, lines)
             if values.any():
                 break
         else:
             # An update of zeros, as between accumulated gradients, says nothing about tau.
-            return state, follow(np.nan)
+            return None, follow(np.nan)
         # `encode` refuses what overflows.
         with np.errstate(all="ignore"):
             u, r = values.astype(np.float64), residual.astype(np.float64)
             # No np.dot: on a large sample it would start the threads of BLAS, beside those of training.
             ahead = follow(float((r * u).sum() / (u * u).sum()))
             if self.target_density is None:
-                return state, ahead
-            found = tau.of_sample(residual + values * factors(ahead)[0], self.target_density)
-        return state if found is None else replace(state, tau=max(found, np.float32(least)), found=True), ahead
+                return None, ahead
+            found = tau_of_sample(residual + values * np.float32(1 + ahead), self.target_density)
+        return None if found is None else max(found, np.float32(least)), ahead
 
-    def _tau_of_largest(
-        self, update: Sequence[Array], state: ThresholdState, lookahead: float, stream: object
-    ) -> np.float32:
-        """Return a tau of which the largest finite element is no large multiple."""
+    def _tau_of_largest(self, step: "_Step", tau: np.float32, lookahead: float) -> np.float32:
+        """Return a tau of which the largest finite element is no large multiple, at least the one that failed."""
         largest = 0.0
         with np.errstate(all="ignore"):
-            for lines in tau.all_lines(state.residual.size):
-                values, _ = self._device.sample(update, state.residual, lines, stream)
-                sizes = np.abs(values * factors(lookahead)[0])
+            for lines in all_lines(step.update.size):
+                values, _ = step.device.sample(step.update, step.residual, lines)
+                sizes = np.abs(values * np.float32(1 + lookahead))
                 largest = max(largest, float(sizes[np.isfinite(sizes)].max(initial=0)))
-        return max(state.tau, np.float32(largest * tau.SPAN))
+        return max(tau, np.float32(largest * SPAN))
 
-    def _cannot_send(
-        self, update: Sequence[Array], state: ThresholdState, fault: int, tau: np.float32, lookahead: float
-    ) -> UpdateError:
+    def _cannot_send(self, step: "_Step", fault: int, tau: np.float32, lookahead: float) -> UpdateError:
         """Return the error for the element at index `fault`."""
-        variable, element = 0, fault
-        while element >= state.sizes[variable]:
-            element -= state.sizes[variable]
+        sizes, variable, element = step.state.sizes, 0, fault
+        while element >= sizes[variable]:
+            element -= sizes[variable]
             variable += 1
-        where = (variable, element) if len(update) == len(state.sizes) else (0, fault)
-        value = self._device.item(update[where[0]], where[1])
+        arrays = step.update.arrays
+        where = (variable, element) if len(arrays) == len(sizes) else (0, fault)
+        value = step.device.item(arrays[where[0]], where[1])
         times = f" times {1 + lookahead:.3g}" if lookahead else ""
         why = (
             f"which{times} is more than 2**30 times tau ({tau:.3g}). Raise tau, or give target_density instead"
@@ -447,16 +473,67 @@ def _header(runs: Runs) -> bytes:
     return bytes(frame.SIZE) + _lengths(tuple(runs.lengths.tolist())) + runs.taus.astype("<f4").tobytes()
 
 
-def _open(body: np.ndarray, n: int, rank: int) -> tuple[np.ndarray, Runs]:
-    """Split the body of a message into its tiles and its runs."""
-    try:
-        lengths, at = read_lengths(body, n)
-    except Malformed as error:
-        raise WireError(f"{error}.", rank) from None
-    end = at + 4 * len(lengths)
-    if end > len(body):
-        raise WireError("it ends within its taus.", rank)
-    taus = body[at:end].view("<f4").astype(np.float32)
-    if not ((taus >= 2.0**-126) & (taus <= 2.0**126)).all():
-        raise WireError(f"a tau of {taus[np.argmin((taus >= 2.0**-126) & (taus <= 2.0**126))]}.", rank)
-    return body[end:], Runs(lengths, taus)
+def lines_of(n: int, density: float | None, step: int) -> np.ndarray:
+    """Return the lines of a sample of n elements: one at a scattered place in each of some equal parts, all if few.
+
+    Lines at equal distances would meet rows, layers or shards of such a length always at the same place.
+
+    Args:
+        n: number of elements.
+        density: share of the elements to send; None if the sample is for the lag only.
+        step: number of the update, each of which gets other lines.
+
+    Returns:
+        int64[lines], increasing.
+
+    Example:
+        >>> lines_of(100, 0.01, 0), len(lines_of(10**6, 0.01, 0)), len(lines_of(10**6, 0.001, 0))
+        (array([0, 1, 2, 3, 4, 5, 6]), 256, 2000)
+    """
+    whole = -(-n // LINE)
+    wanted = max(_ELEMENTS, min(_REACHING / density, _MOST_ELEMENTS)) if density else _ELEMENTS
+    parts = int(wanted / LINE)
+    if whole < 2 * parts:
+        return np.arange(whole)
+    borders = np.arange(parts + 1) * whole // parts
+    places = (np.arange(parts) * _SCATTER[0] + step * _SCATTER[1]) % 2**32
+    return np.asarray(borders[:-1] + (places * np.diff(borders) >> 32))
+
+
+def all_lines(n: int) -> Iterator[np.ndarray]:
+    """Yield the lines of n elements, in parts of at most 2**20 elements."""
+    whole, each = -(-n // LINE), 2**20 // LINE
+    for begin in range(0, whole, each):
+        yield np.arange(begin, min(begin + each, whole))
+
+
+def tau_of_sample(sums: np.ndarray, density: float) -> np.float32 | None:
+    """Return the tau that a share `density` of the elements reaches.
+
+    If so many have the same absolute value that 1.5 times as many would reach it, those do not reach it: a message of
+    them would be dense.
+
+    Args:
+        sums: float32[elements], sums of an update and the residual. NaN and infinity do not count.
+        density: share of the elements to send.
+
+    Returns:
+        That tau, but at least SPAN times the largest element; None if all are zero.
+
+    Example:
+        >>> float(tau_of_sample(np.arange(-50, 50, dtype=np.float32), 0.1))
+        45.0
+    """
+    sizes = np.abs(sums)
+    largest = float(sizes.max(initial=0))
+    if not np.isfinite(largest):
+        sizes = sizes[np.isfinite(sizes)]
+        largest = float(sizes.max(initial=0))
+    if largest == 0:
+        return None
+    wanted = max(round(density * sizes.size), 1)
+    reached = float(np.partition(sizes, sizes.size - wanted)[sizes.size - wanted])
+    bits = np.float32(min(max(reached, largest * SPAN, float(_LEAST)), float(_MOST))).view(np.uint32) & ~_UNUSED
+    if np.count_nonzero(sizes >= bits.view(np.float32)) > _MOST_EQUAL * wanted and bits < _MOST.view(np.uint32):
+        bits += _UNUSED + np.uint32(1)
+    return bits.view(np.float32)

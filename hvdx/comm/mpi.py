@@ -333,8 +333,9 @@ class MpiChannel(Channel):
             )
         self._reserve(ends[-1])
         into = [self._buffer, sizes, ends - sizes, self._mpi.BYTE]
+        received = [self._buffer[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         self._wait(self._comm.Iallgatherv([message, self._mpi.BYTE], into))
-        return [self._buffer[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return received
 
     def _reserve(self, size: int) -> None:
         """Enlarge the buffer to at least `size` bytes."""
@@ -421,8 +422,7 @@ class MpiChannel(Channel):
             alive()
             return done()
 
-        with progress.waiting(self._what):
-            finished = until(done if alive is None else done_or_over, self._limit)
+        finished = until(done if alive is None else done_or_over, self._limit, self._what)
         if not finished and alive is not None:
             raise TimeoutError(f"{self._what}: waited {self._limit:.0f} s ({LIMIT_VARIABLE}).")
         if not finished:

@@ -1,7 +1,7 @@
 """Position of this rank (training step, collective, line of the program), and the diagnosis of a stall.
 
-Code that trains or waits records its position here, at the cost of two assignments. The thread of `hvdx.comm.watchdog`
-reads it.
+Code that trains records its position here, at the cost of two assignments; code that waits does so in
+`hvdx.comm.waiting`. The thread of `hvdx.comm.watchdog` reads both.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdx.comm import waiting
+
 # Maximum number of stack lines in a report, and of characters in each of its texts: a report is one small message.
 _MAX_LINES, _MAX_TEXT = 2, 100
 # Maximum number of ranks that a message lists.
@@ -30,8 +32,6 @@ _LIBRARIES = ("hvdx", "keras", "tensorflow")
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 _place: tuple[str, tuple[int, ...]] = ("", ())
-# Name of the collective, and whether it needs every rank; by thread, since several threads may wait at once.
-_waits: dict[int, tuple[str, bool]] = {}
 _moved = time.monotonic()
 _serves = False
 # Name of the object that is being compiled, by thread.
@@ -76,35 +76,6 @@ def signs(name: str) -> np.ndarray:
     return np.where(bits, np.float32(1), np.float32(-1))
 
 
-def enter(what: str, for_all: bool = True) -> None:
-    """Record that this thread starts to wait for other ranks.
-
-    Args:
-        what: name of the collective.
-        for_all: True if it cannot end without every rank.
-    """
-    global _moved
-    _waits[threading.get_ident()] = what, for_all
-    _moved = time.monotonic()
-
-
-def leave() -> None:
-    """Record that this thread no longer waits."""
-    global _moved
-    _waits.pop(threading.get_ident(), None)
-    _moved = time.monotonic()
-
-
-@contextlib.contextmanager
-def waiting(what: str, for_all: bool = True) -> Iterator[None]:
-    """Record that this thread waits for other ranks; see `enter`."""
-    enter(what, for_all)
-    try:
-        yield
-    finally:
-        leave()
-
-
 @contextlib.contextmanager
 def compiling(what: str) -> Iterator[None]:
     """Record that this thread compiles, which is no stall.
@@ -141,27 +112,27 @@ def training() -> bool:
 
 def waits_for_all() -> bool:
     """Return whether a thread of this rank waits in a collective that needs every rank."""
-    return any(for_all for _, for_all in list(_waits.values()))
+    return any(for_all for _, for_all in waiting.present())
 
 
 def may_stand() -> bool:
     """Return whether this rank waits for other ranks or compiles, so that it need not make progress."""
-    return bool(_waits) or bool(_compiled())
+    return bool(waiting.present()) or bool(_compiled())
 
 
 def last() -> float:
-    """Return the time of the last record, in seconds of `time.monotonic`."""
-    return _moved
+    """Return the time of the last record, here or of a wait, in seconds of `time.monotonic`."""
+    return max(_moved, waiting.changed())
 
 
 def idle() -> float:
     """Return the seconds since the last record."""
-    return time.monotonic() - _moved
+    return time.monotonic() - last()
 
 
 def busy() -> bool:
     """Return whether this rank trains or waits for other ranks; otherwise a lack of progress is no stall."""
-    if _waits:
+    if waiting.present():
         return True
     # The step stays set after an exception that the script caught. The rank trains only if Keras is on the stack.
     return bool(_place[0]) and any(_package(f) == "keras" for f in _frames(_main_frame()))
@@ -217,7 +188,7 @@ class Report:
 def here() -> Report:
     """Return the position of this rank. May be called from any thread."""
     place, order = _place
-    collective, _ = next(iter(list(_waits.values())), ("", False))
+    collective, _ = next(iter(waiting.present()), ("", False))
     compiles = "" if collective else _compiled()
     return Report(
         socket.gethostname(), place[:_MAX_TEXT], order, collective[:_MAX_TEXT], idle(), _lines(), _serves, busy(),
@@ -253,9 +224,9 @@ def diagnose(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> 
     """
     silent = [r for r, report in reports.items() if report is None and r not in gone]
     there = {r: report for r, report in reports.items() if report is not None and r not in gone}
-    waiting = {r: report.collective for r, report in there.items() if report.collective}
-    if waiting:
-        names = Counter(waiting.values())
+    waits = {r: report.collective for r, report in there.items() if report.collective}
+    if waits:
+        names = Counter(waits.values())
         (most, count), *others = names.most_common()
         absent = [r for r, report in there.items() if not report.collective and not report.serves]
         missing = sorted({*silent, *gone, *absent})
@@ -265,7 +236,7 @@ def diagnose(reports: Mapping[int, Report | None], gone: Sequence[int] = ()) -> 
             who = "workers" if len(there) > count else "ranks"
             return [], f"all {who} wait in {most}, and none is missing"
         if others[0][1] < count:
-            elsewhere = sorted(r for r, name in waiting.items() if name != most)
+            elsewhere = sorted(r for r, name in waits.items() if name != most)
             return elsewhere, f"joined another collective in place of {most}"
         return [], "the ranks are in different collectives"
     if silent:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hvdx.comm import progress
+from hvdx.comm import waiting
 from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
 from hvdx.comm.launcher import SPARES as VARIABLE
 from hvdx.comm.mpi import MpiComm
@@ -151,7 +151,7 @@ class Spares:
 
     def shrink(self) -> None:
         """Leave out the dead."""
-        with progress.waiting("the spares"):
+        with waiting.recorded("the spares"):
             self.world = self.world.Shrink()
         self.world.Set_errhandler(self._mpi.ERRORS_RETURN)
 
@@ -178,7 +178,7 @@ class Spares:
         free = [process for process in range(size) if process not in trained][: self.ranks - len(trained)]
         self._ready, self._trains = {}, [process in trained or process in free for process in range(size)]
         mine = self._trains[everyone.rank]
-        with progress.waiting("the spares"):
+        with waiting.recorded("the spares"):
             chosen = self.world.Split(0 if mine else self._mpi.UNDEFINED, everyone.rank)
         if not mine:
             return None

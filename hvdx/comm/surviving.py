@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdx.comm import failure, launcher, progress, spares, supervision
+from hvdx.comm import failure, launcher, spares, supervision, waiting
 from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received, of_comm
 from hvdx.comm.heartbeat import Heartbeat
 from hvdx.comm.launcher import Launch
@@ -267,7 +267,7 @@ class SurvivingComm(Comm):
         flag = np.array([int(mine)], np.intc)
         try:
             request = group.Iagree(flag)
-            with progress.waiting("an agreement"):
+            with waiting.recorded("an agreement"):
                 ended = until(request.Test, self.patience)
         except self._mpi.Exception:
             return False
@@ -284,7 +284,7 @@ class SurvivingComm(Comm):
         """Form the group of the ranks that live; return whether it is smaller."""
         old = self._mpi_group.Get_group()
         # Not `Ishrink`, which ends with an internal error in Open MPI 5.0.
-        with progress.waiting("a recovery"):
+        with waiting.recorded("a recovery"):
             group = self._mpi_group.Shrink()
         group.Set_errhandler(self._mpi.ERRORS_RETURN)
         left = group.Get_group()

@@ -1,8 +1,13 @@
-"""Polling with back-off and a time limit, so that waiting ranks leave the cores to others."""
+"""Polling with back-off and a time limit, so that waiting ranks leave the cores to others, and a record of what waits.
 
+`hvdx.comm.progress` reads the record.
+"""
+
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hvdx.errors import ConfigError
 
@@ -12,6 +17,9 @@ _LIMIT_SECONDS = 600.0
 # Number of polls without sleep, then the shortest and longest sleep in seconds.
 _EAGER = 50
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
+# Name of the collective, and whether it needs every rank; by thread, since several threads may wait at once.
+_waits: dict[int, tuple[str, bool]] = {}
+_changed = time.monotonic()
 
 
 class Backoff:
@@ -42,23 +50,73 @@ class Backoff:
             self._next = min(self._next * 1.1, _MAX_SLEEP)
 
 
-def until(done: Callable[[], bool], limit: float) -> bool:
+def until(done: Callable[[], bool], limit: float, what: str = "") -> bool:
     """Poll until done or timed out; return whether it finished.
 
     Args:
         done: polled with back-off.
         limit: seconds.
+        what: name of the collective, if this is a wait for every other rank.
 
     Example:
         >>> until(lambda: True, 1.0)
         True
     """
+    if not what:
+        return _poll(done, limit)
+    enter(what)
+    try:
+        return _poll(done, limit)
+    finally:
+        leave()
+
+
+def _poll(done: Callable[[], bool], limit: float) -> bool:
     backoff, end = Backoff(), time.monotonic() + limit
     while not done():
         if time.monotonic() > end:
             return False
         backoff.sleep()
     return True
+
+
+def enter(what: str, for_all: bool = True) -> None:
+    """Record that this thread starts to wait for other ranks.
+
+    Args:
+        what: name of the collective.
+        for_all: True if it cannot end without every rank.
+    """
+    global _changed
+    _waits[threading.get_ident()] = what, for_all
+    _changed = time.monotonic()
+
+
+def leave() -> None:
+    """Record that this thread no longer waits."""
+    global _changed
+    _waits.pop(threading.get_ident(), None)
+    _changed = time.monotonic()
+
+
+@contextlib.contextmanager
+def recorded(what: str, for_all: bool = True) -> Iterator[None]:
+    """Record that this thread waits for other ranks until the block ends; see `enter`."""
+    enter(what, for_all)
+    try:
+        yield
+    finally:
+        leave()
+
+
+def present() -> list[tuple[str, bool]]:
+    """Return the name of each wait of this process, and whether it needs every rank."""
+    return list(_waits.values())
+
+
+def changed() -> float:
+    """Return the time of the last record, in seconds of `time.monotonic`."""
+    return _changed
 
 
 def overshoot(seconds: float) -> float:

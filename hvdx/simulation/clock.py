@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdx.comm import clock
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit
 from hvdx.errors import ExchangeError
 
@@ -69,7 +68,7 @@ class Costs:
     network: float = 0.0
 
 
-class RankClock(clock.Clock):
+class RankClock:
     """Virtual clock of a rank that runs, and of the ranks that repeat its work.
 
     Args:
@@ -94,8 +93,13 @@ class RankClock(clock.Clock):
         self._paused = False
 
     def now(self) -> float:
+        """Return the virtual seconds of the rank that runs."""
         running = 0.0 if self._paused else self._timer() - self._mark
         return float(self.times[0] + self._factors[0] * running)
+
+    def __call__(self) -> float:
+        """Return the time, as `hvdx.comm.clock` wants it."""
+        return self.now()
 
     def resume(self) -> None:
         """Measure work from here on; work since the last `count_work` is not counted."""

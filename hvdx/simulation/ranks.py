@@ -64,7 +64,7 @@ class _Member:
     @contextmanager
     def inside(self) -> Iterator[RankClock]:
         """Count this rank's work up to here, and none within the block. Return its clock."""
-        mine = clock.current()
+        mine = clock.timer()
         if not isinstance(mine, RankClock):
             raise ConfigError("simulate: a collective: expected the thread of a rank, got one without a virtual clock.")
         with mine.paused():

@@ -2,20 +2,60 @@
 
 import copy
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 
+from hvdx.comm import Channel, Comm
 from hvdx.costs.model import Situation
 from hvdx.errors import ConfigError
 from hvdx.simulation.clock import RankClock
-from hvdx.simulation.memory import bytes_held
 from hvdx.simulation.ranks import SimulatedComm, on_all, world
 from hvdx.simulation.workloads import Replica, Workload
 from hvdx.strategies import StepInput, Strategy, TensorSpec
+
+# Objects that belong to others, or to the simulation.
+_OUTSIDE = (
+    *(Comm, Channel, RankClock, Executor, Future, threading.Thread),
+    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
+)
+
+
+def bytes_held(*objects: Any) -> int:
+    """Return the bytes of all NumPy arrays that can be reached from some objects, each counted once.
+
+    Communicators, functions and modules are left out.
+
+    Example:
+        >>> vector = np.zeros(10, np.float32)
+        >>> bytes_held({"whole": vector, "half": vector[:5]}, [np.zeros(3)])
+        64
+    """
+    waiting, seen, total = deque(objects), set(), 0
+    while waiting:
+        item = waiting.popleft()
+        while isinstance(item, np.ndarray) and isinstance(item.base, np.ndarray):
+            item = item.base
+        if id(item) in seen or isinstance(item, _OUTSIDE):
+            continue
+        seen.add(id(item))
+        if isinstance(item, np.ndarray):
+            total += item.nbytes
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple | set | deque):
+            waiting.extend(item)
+        else:
+            waiting.extend(getattr(item, "__dict__", {}).values())
+    return total
+
 
 #: Parts of a step, in their order.
 PARTS = ("computing", "waiting", "encoding", "network", "decoding", "copying")

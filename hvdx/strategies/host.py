@@ -2,8 +2,7 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,11 +14,9 @@ from hvdx.strategies.base import Exchange, Finite, TensorSpec
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from hvdx.codec.base import Array  # imports Numba, which not all strategies need
+    from hvdx.codec.base import Array, Decoder  # imports Numba, which not all strategies need
 
 _log = Log(__name__)
-
-T = TypeVar("T")
 
 #: Status of a rank's step, in the header of its message. "Elsewhere": another exchange reports why the step is skipped.
 FINE, NOT_FINITE, REFUSED, ELSEWHERE = 0, 1, 2, 3
@@ -27,8 +24,7 @@ FINE, NOT_FINITE, REFUSED, ELSEWHERE = 0, 1, 2, 3
 MAX_SKIPPED_STEPS = 100
 
 
-@dataclass(frozen=True)
-class StepInput:
+class StepInput(NamedTuple):
     """Input of a step of an exchange on the host.
 
     Attributes:
@@ -60,39 +56,62 @@ class StepInput:
             where: indices of the tensors.
         """
         sample = None if self.sample is None else [self.sample[i] for i in where]
-        return replace(self, tensors=[self.tensors[i] for i in where], sample=sample)
+        return self._replace(tensors=[self.tensors[i] for i in where], sample=sample)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Step of one rank that is ready to be exchanged.
+class Encoded(NamedTuple):
+    """Encoded tensors of a step.
 
     Attributes:
-        exchange: exchange that prepared the step.
-        step_input: input of the step.
-        status: status of this rank; it is sent to the others.
+        message: uint8[bytes], message of this rank; it must not change before it is decoded.
+        codec: codec of the message.
+        tensors: the tensors. Empty if this rank encoded nothing.
+        entries: number of entries in the message.
+        density: share of the elements that are entries.
+        tau: threshold of the encoder after the step; 0 for none.
+        starved: number of steps, this one included, that are found to be starved; see `Telemetry`.
     """
 
-    exchange: "HostExchange"
+    message: np.ndarray
+    codec: "Decoder"
+    tensors: "Sequence[Array]" = ()
+    entries: int = 0
+    density: float = 0.0
+    tau: float = 0.0
+    starved: int = 0
+
+
+class Outgoing(NamedTuple):
+    """Contribution of this rank to a step, before it is exchanged.
+
+    Attributes:
+        step_input: input of the step.
+        status: status of this rank, which is sent to the others.
+        encoded: the encoded tensors; None in an exchange without messages.
+        step: number of the step, from 0.
+        times: nanoseconds of computing in this step, and nanoseconds that the previous exchange cost.
+        sample: elements of this rank's gradients, float[n]; None if they are not compared.
+    """
+
     step_input: StepInput
-    status: int
+    status: int = FINE
+    encoded: Encoded | None = None
+    step: int = 0
+    times: tuple[int, int] = (0, 0)
+    sample: np.ndarray | None = None
 
     @property
     def is_fine(self) -> bool:
-        """True if this rank can take the step."""
-        return self.status == FINE
+        """True unless the step fails because of this rank."""
+        return self.status in (FINE, ELSEWHERE)
 
-    def skipped(self, blamed: bool) -> Self:
+    def skipped(self, blamed: bool) -> "Outgoing":
         """Return this step as one that is skipped, because a rank skips it in another of its exchanges.
 
         Args:
             blamed: whether reports name this rank.
         """
-        return replace(self, status=NOT_FINITE if blamed else ELSEWHERE)
-
-    def deliver(self) -> "Sequence[Array]":
-        """Exchange the step; return the result of `HostExchange.combine`. Collective, as `HostExchange.step` is."""
-        return self.exchange.combine(replace(self.step_input, finite=self.is_fine))
+        return self._replace(status=NOT_FINITE if blamed else ELSEWHERE)
 
 
 class HostExchange(Exchange["Array"]):
@@ -100,9 +119,10 @@ class HostExchange(Exchange["Array"]):
 
     Args:
         specs: the tensors.
-        telemetry: counters of the exchange.
+        telemetry: counters of the exchange; None if a subclass has a property of this name.
 
     Attributes:
+        telemetry: see above.
         network: link between the ranks, if the exchange has measured it; otherwise None.
         period: number of steps that each rank should take alone until the next exchange, the same on all ranks. Above 1
             only for strategies that `may_wait`.
@@ -113,9 +133,14 @@ class HostExchange(Exchange["Array"]):
     period: int = 1
     unsent_share: float = 0.0
 
-    def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry):
-        self.specs, self._counters = list(specs), telemetry
-        self._n = telemetry.elements = sum(s.elements for s in specs)
+    telemetry: Telemetry
+
+    def __init__(self, specs: Sequence[TensorSpec], telemetry: Telemetry | None):
+        self.specs, self._n = list(specs), sum(s.elements for s in specs)
+        if telemetry is not None:
+            self.telemetry = telemetry
+            telemetry.elements = self._n
+        self._now = clock.timer()
         # End of the last step; None if the time from there to the next step is not all computing.
         self._last_end: float | None = None
         self._skips = 0
@@ -132,17 +157,24 @@ class HostExchange(Exchange["Array"]):
     def take(self, step_input: StepInput) -> "Sequence[Array]":
         """Take a step; see `step`. The time since the last step is added to the input, and counted as computing."""
         if self._last_end is not None:
-            step_input = replace(step_input, computing=clock.now() - self._last_end)
-            self.count_computing(step_input.computing or 0.0)
+            computing = self._now() - self._last_end
+            step_input = step_input._replace(computing=computing)
+            self.count_computing(computing)
         result = self.combine(step_input)
-        self._last_end = clock.now()
+        self._last_end = self._now()
         return result
 
-    def prepare(self, step_input: StepInput) -> Prepared:
-        """Do the part of `combine` that comes before the exchange; `Prepared.deliver` does the rest. Not collective."""
+    # A model with split layers has two exchanges, whose ranks have to agree between the halves of a step.
+
+    def prepare(self, step_input: StepInput) -> Outgoing:
+        """Do the part of `combine` that comes before the exchange. Not collective."""
         sums = (np.asarray(t).sum(dtype=np.float64) for t in step_input.tensors)
         fine = step_input.finite and all(bool(np.isfinite(total)) for total in sums)
-        return Prepared(self, step_input, FINE if fine else NOT_FINITE)
+        return Outgoing(step_input, FINE if fine else NOT_FINITE)
+
+    def deliver(self, outgoing: Outgoing) -> "Sequence[Array]":
+        """Do the rest of `combine`. Collective."""
+        return self.combine(outgoing.step_input._replace(finite=outgoing.status == FINE))
 
     def restart_timer(self) -> None:
         """Restart the compute timer before a run of steps."""
@@ -150,25 +182,13 @@ class HostExchange(Exchange["Array"]):
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
-    @property
-    def telemetry(self) -> Telemetry:
-        """Counters of the exchange."""
-        return self._counters
-
     def reset_telemetry(self) -> None:
         """Set the counters to zero."""
-        self._counters = type(self._counters)(elements=self._counters.elements)
+        self.telemetry = type(self.telemetry)(elements=self._n)
 
     def count_computing(self, seconds: float) -> None:
         """Count computing before a step."""
         self.telemetry.computing += seconds
-
-    def _timed(self, counter: str, work: Callable[[], T]) -> T:
-        """Count the seconds of some work as a part of the cost of this step."""
-        begin = clock.now()
-        result = work()
-        self.add_cost(counter, clock.now() - begin)
-        return result
 
     def add_cost(self, counter: str, seconds: float) -> None:
         """Count work of this exchange or of its owner as a part of the cost of this step.
@@ -183,7 +203,7 @@ class HostExchange(Exchange["Array"]):
     def applied(self) -> None:
         """Count the time since the last step as cost: the caller has written the result to the weights, and no more."""
         if self._last_end is not None:
-            begin, self._last_end = self._last_end, clock.now()
+            begin, self._last_end = self._last_end, self._now()
             self.add_cost("decoding", self._last_end - begin)
 
     # -- weights and residuals -------------------------------------------------------------------------------

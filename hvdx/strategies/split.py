@@ -197,12 +197,12 @@ class CommonStep(SplitStep):
     """Step that all ranks take together in both exchanges, or skip in both."""
 
     def combine(self, subsets: Sequence[Subset[HostExchange]], step_input: StepInput) -> "list[Sequence[Array]]":
-        prepared = [subset.exchange.prepare(step_input.subset(subset.where)) for subset in subsets]
-        mine = all(p.is_fine for p in prepared)
+        outgoing = [subset.exchange.prepare(step_input.subset(subset.where)) for subset in subsets]
+        mine = all(one.is_fine for one in outgoing)
         if self._comm.any_true(not mine):
             # A rank that skips one of the exchanges skips the other, and all ranks with it. The first one reports.
-            prepared = [one.skipped(blamed=k == 0 and not mine) for k, one in enumerate(prepared)]
-        return [one.deliver() for one in prepared]
+            outgoing = [one.skipped(blamed=k == 0 and not mine) for k, one in enumerate(outgoing)]
+        return [subset.exchange.deliver(one) for subset, one in zip(subsets, outgoing, strict=True)]
 
 
 class SplitHostExchange(HostExchange):
@@ -223,12 +223,12 @@ class SplitHostExchange(HostExchange):
         step: SplitStep | None = None,
     ):
         self._subsets, self._step = list(subsets), step or CommonStep(comm)
-        super().__init__(specs, Telemetry())
+        super().__init__(specs, None)
         # Whole weights are exchanged by all ranks, so their link comes first.
         self.network = next((s.exchange.network for s in subsets if s.exchange.network is not None), None)
 
     @property
-    def telemetry(self) -> Telemetry:
+    def telemetry(self) -> Telemetry:  # type: ignore[override]
         """Counters of both exchanges together, without those of parts that no other rank holds."""
         costs = [subset.exchange.telemetry for subset in self._subsets]
         shared = [c for c, s in zip(costs, self._subsets, strict=True) if not _is_local(s)] or costs

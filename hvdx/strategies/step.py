@@ -7,9 +7,8 @@ another exchange. If one rank has NaN, all ranks skip the step, and their residu
 """
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -26,14 +25,15 @@ from hvdx.strategies.host import (
     MAX_SKIPPED_STEPS,
     NOT_FINITE,
     REFUSED,
+    Encoded,
     HostExchange,
-    Prepared,
+    Outgoing,
     StepInput,
 )
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from hvdx.codec.base import Array, Decoder  # imports Numba, which not all strategies need
+    from hvdx.codec.base import Array  # imports Numba, which not all strategies need
 
 _log = Log(__name__)
 
@@ -64,29 +64,6 @@ class DeviceArrays(Protocol):
 
     def subtract(self, values: "Array", out: "Array") -> None:
         """Subtract an array from another one."""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Encoded tensors of a step.
-
-    Attributes:
-        message: uint8[bytes], message of this rank; it must not change before it is decoded.
-        codec: codec of the message.
-        tensors: the tensors. Empty if this rank encoded nothing.
-        entries: number of entries in the message.
-        density: share of the elements that are entries.
-        tau: threshold of the encoder after the step; 0 for none.
-        starved: number of steps, this one included, that are found to be starved; see `Telemetry`.
-    """
-
-    message: np.ndarray
-    codec: "Decoder"
-    tensors: "Sequence[Array]" = ()
-    entries: int = 0
-    density: float = 0.0
-    tau: float = 0.0
-    starved: int = 0
 
 
 def count_entries(counts: Telemetry, encoded: Encoded, elements: int) -> None:
@@ -193,31 +170,6 @@ class Encoder(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """Contribution of this rank to a step.
-
-    Attributes:
-        encoded: the encoded tensors.
-        status: status of this rank, see `hvdx.strategies.host`.
-        computing, cost: seconds of computing in this step, and seconds that the previous exchange cost.
-        step: number of the step, from 0.
-        sample: elements of this rank's gradients, float[n]; None if they are not compared.
-    """
-
-    encoded: Encoded
-    status: int
-    computing: float
-    cost: float
-    step: int
-    sample: np.ndarray | None = None
-
-    @property
-    def times(self) -> list[int]:
-        """Computing and cost in nanoseconds."""
-        return [round(1e9 * self.computing), round(1e9 * self.cost)]
-
-
-@dataclass(frozen=True)
 class Arrived(abc.ABC):
     """What a route returns: the contributions of all ranks to a step. A route derives its own class, with `add_to`.
 
@@ -290,27 +242,6 @@ class Route(abc.ABC):
         return state
 
 
-@dataclass(frozen=True)
-class EncodedStep(Prepared):
-    """Encoded step, before it is sent.
-
-    Attributes:
-        exchange: exchange that encoded the step.
-        encoded: the encoded tensors.
-        number: number of the step, from 0.
-        computing, cost: see `Outgoing`.
-    """
-
-    exchange: "MessageExchange"
-    encoded: Encoded
-    number: int
-    computing: float
-    cost: float
-
-    def deliver(self) -> "Sequence[Array]":
-        return self.exchange.deliver(self)
-
-
 class MessageExchange(HostExchange):
     """Exchange of one optimiser by messages: the step around an encoder and a route.
 
@@ -363,53 +294,50 @@ class MessageExchange(HostExchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def combine(self, step_input: StepInput) -> "Sequence[Array]":
-        return self.prepare(step_input).deliver()
+        return self.deliver(self.prepare(step_input))
 
-    def prepare(self, step_input: StepInput) -> EncodedStep:
-        cost_before, self._cost = self._cost, 0.0
+    def prepare(self, step_input: StepInput) -> Outgoing:
+        """Encode the tensors of a step. Not collective."""
+        begin, cost, self._cost = self._now(), self._cost, 0.0
         if step_input.computing is not None:
             self._computing = step_input.computing
-        status, encoded = self._timed("encoding", lambda: self._encode(step_input))
-        return EncodedStep(self, step_input, status, encoded, self._step, self._computing, cost_before)
-
-    def deliver(self, step: EncodedStep) -> "Sequence[Array]":
-        """Exchange an encoded step; see `Prepared.deliver`."""
-        with self._naming():
-            arrived = self.route.send(self._outgoing(step))
-        counted = arrived if self._count(step, arrived) else None
-        result = self._timed("decoding", lambda: self._decode(step, counted))
+        given, status = step_input, FINE if step_input.finite else NOT_FINITE
         if self._device is not None:
-            self._flat, self._out = None, []  # the caller has the result
-        self._step += step.step_input.steps
-        return result
-
-    def _encode(self, step_input: StepInput) -> tuple[int, Encoded]:
-        """Return the status of this rank and its encoded tensors."""
-        tensors = step_input.tensors if self._device is None else [self._device.view(t) for t in step_input.tensors]
+            given = step_input._replace(tensors=[self._device.view(t) for t in step_input.tensors])
         try:
-            encoded = self.encoder.encode(replace(step_input, tensors=tensors), self._step)
+            encoded = self.encoder.encode(given, self._step)
+            count_entries(self.telemetry, encoded, self._n)
         except UpdateError as error:
             where = f"rank {self._comm.world_ranks[self._comm.rank]}, step {self._step + 1}"
             fault = error.within(self.specs[error.variable].name)
             _log.warning(f"{where}: {fault}")
-            return REFUSED, self.encoder.silent(self._step)
-        count_entries(self.telemetry, encoded, self._n)
-        return FINE if step_input.finite else NOT_FINITE, encoded
+            status, encoded = REFUSED, self.encoder.silent(self._step)
+        several = self._comm.size * self._per_message > 1
+        sample = np.concatenate([np.ravel(s) for s in step_input.sample]) if several and step_input.sample else None
+        seconds = self._now() - begin
+        self.telemetry.encoding += seconds
+        self._cost += seconds
+        times = round(1e9 * self._computing), round(1e9 * cost)
+        return Outgoing(step_input, status, encoded, self._step, times, sample)
 
-    def _outgoing(self, step: EncodedStep) -> Outgoing:
-        sample = step.step_input.sample
-        flat = np.concatenate([np.ravel(s) for s in sample]) if sample else None
-        if self._comm.size * self._per_message == 1:
-            flat = None
-        return Outgoing(step.encoded, step.status, step.computing, step.cost, step.number, flat)
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Name the sender of a damaged message by its rank among all ranks."""
+    def deliver(self, outgoing: Outgoing) -> "Sequence[Array]":
+        """Exchange an encoded step, and return the sum of the messages. Collective."""
         try:
-            yield
+            arrived = self.route.send(outgoing)
         except WireError as error:
-            raise error if error.rank is None else error.of(self._comm.world_ranks[error.rank]) from None
+            raise self._of_world(error) from None
+        scale = self._count(outgoing, arrived)
+        begin = self._now()
+        result = self._decode(outgoing.step_input, arrived, scale)
+        seconds = self._now() - begin
+        self.telemetry.decoding += seconds
+        self._cost += seconds
+        self._step += outgoing.step_input.steps
+        return result
+
+    def _of_world(self, error: WireError) -> WireError:
+        """Return the error of a damaged message, with its sender's rank among all ranks."""
+        return error if error.rank is None else error.of(self._comm.world_ranks[error.rank])
 
     @property
     def result(self) -> "Array":
@@ -421,35 +349,40 @@ class MessageExchange(HostExchange):
         """Number of steps taken, those of the restored state included."""
         return self._step
 
-    def _decode(self, step: EncodedStep, arrived: Arrived | None) -> "Sequence[Array]":
-        """Return the sum of the messages that arrived; zeros for None, if all ranks skip the step."""
-        on_host = self._device is None
+    def _decode(self, step_input: StepInput, arrived: Arrived, scale: float | None) -> "Sequence[Array]":
+        """Return the sum of the messages that arrived, times a factor; zeros for None, if all ranks skip the step."""
+        out, on_host = self._out, self._device is None
+        results: Sequence[Array] = self._results
         if self._device is not None:
-            # A new array, because TensorFlow may keep the previous one.
-            self._out = [(step.step_input.allocate or self._device.zeros)(self._n)]
-            self._flat = self._device.view(self._out[0])
-        if arrived is not None:
-            with self._naming():
-                arrived.add_to(self._results if on_host else [self._flat], self.unsent_share, on_host)
+            # A new array, because TensorFlow may keep the previous one. The caller has it.
+            out = [(step_input.allocate or self._device.zeros)(self._n)]
+            results = [self._device.view(out[0])]
+        if scale is not None:
+            try:
+                arrived.add_to(results, scale, on_host)
+            except WireError as error:
+                raise self._of_world(error) from None
         elif on_host:
             for result in self._results:
                 result.fill(0)
-        return self._out
+        return out
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
-    def _count(self, step: EncodedStep, arrived: Arrived) -> bool:
-        """Count the cost of an exchange; return whether its step is to be added."""
-        counts = self.telemetry
-        counts.steps += step.step_input.steps
+    def _count(self, outgoing: Outgoing, arrived: Arrived) -> float | None:
+        """Count the cost of an exchange; return the factor of the sum of its messages, None if the step is skipped."""
+        counts, steps, encoded = self.telemetry, outgoing.step_input.steps, outgoing.encoded
+        assert encoded is not None
+        counts.steps += steps
         self._exchanges += 1
-        counts.messages += step.encoded.message.size
+        counts.messages += encoded.message.size
         counts.sent += arrived.sent
         counts.received += arrived.received
         counts.waiting += arrived.waited
-        self.add_cost("encoding", arrived.encoding)
-        self.add_cost("decoding", arrived.decoding)
-        self.add_cost("exchanging", arrived.seconds)
+        counts.encoding += arrived.encoding
+        counts.decoding += arrived.decoding
+        counts.exchanging += arrived.seconds
+        self._cost += arrived.encoding + arrived.decoding + arrived.seconds
         skipped = bool(arrived.statuses.any())
         if not skipped:
             self.encoder.observe_sample(arrived.sample)
@@ -459,12 +392,13 @@ class MessageExchange(HostExchange):
         self.encoder.observe_cost(computing, (arrived.times[:, 1] / 1e9).tolist())
         counts.period = self.encoder.period
         if skipped:
-            if step.encoded.message.size:
-                self.encoder.roll_back(step.encoded)
-            self._report_skipped(arrived.statuses, step.number + step.step_input.steps - 1)
-            return False
+            if encoded.message.size:
+                self.encoder.roll_back(encoded)
+            self._report_skipped(arrived.statuses, outgoing.step + steps - 1)
+            return None
         self._skips = 0
-        return True
+        ranks = self._comm.size * self._per_message
+        return 1.0 / ranks * self.encoder.correction(ranks)
 
     def _report_skipped(self, statuses: np.ndarray, step: int) -> None:
         ranks = [self._comm.world_ranks[i] for i, status in enumerate(statuses) if status not in (FINE, ELSEWHERE)]

@@ -26,10 +26,11 @@ from hvdx.comm import Channel, Received
 from hvdx.comm.local import LocalComm
 from hvdx.errors import ConfigError
 from hvdx.jobs.benchmarks import harness
+from hvdx.kernels.cpu import cut, default_threads, spread
 from hvdx.kernels.pieces import aligned
-from hvdx.kernels.threads import cut, default_threads, spread
 from hvdx.strategies import StepInput, TensorSpec, Threshold
-from hvdx.strategies.step import EncodedStep, MessageExchange
+from hvdx.strategies.host import Outgoing
+from hvdx.strategies.step import MessageExchange
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
 
 T = TypeVar("T")
@@ -144,7 +145,7 @@ class Step:
         """Reset the residual to its initial values."""
         self.residual[:] = self.case.start
 
-    def encode(self) -> EncodedStep:
+    def encode(self) -> Outgoing:
         """Encode the arrays."""
         return self.exchange.prepare(StepInput(self.arrays))
 
@@ -185,7 +186,7 @@ def measure(case: Case, threads: int, rounds: int) -> harness.Row:
         "threads": threads,
         "elements": case.n,
         "entries": int((np.abs(case.start + case.update) >= 1).sum()),
-        "message_bytes": plain.sent.encoded.message.size,
+        "message_bytes": plain.sent.encoded.message.size if plain.sent.encoded else 0,
         "seconds": {name: float(np.median(each)) for name, each in times.items()},
         "add_bytes_per_second": BYTES * case.n / float(np.median(times["add"])),
         "ratios": {

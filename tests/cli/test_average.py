@@ -1,6 +1,6 @@
 """`hvdx average`, called through the command line."""
 
-# Tests: hvdx/averaging/api.py, hvdx/cli/common/progress.py
+# Tests: hvdx/averaging/api.py, hvdx/cli/average.py
 
 import re
 import subprocess
@@ -12,8 +12,8 @@ import pytest
 
 from hvdx.averaging.formats import open_network
 from hvdx.averaging.safetensors import save
-from hvdx.cli.common import progress as progress_module
-from hvdx.cli.common.progress import Progress
+from hvdx.cli import average as progress_module
+from hvdx.cli.average import Progress
 from hvdx.cli.main import main
 
 

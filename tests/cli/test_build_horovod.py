@@ -1,7 +1,7 @@
 """`hvdx build-horovod`, without the build itself: no test here compiles Horovod."""
 
 # Tests: hvdx/cli/horovod_build/cache.py, hvdx/cli/horovod_build/install.py, hvdx/cli/horovod_build/needs.py
-# Tests: hvdx/cli/horovod_build/patches.py, hvdx/cli/horovod_build/progress.py, hvdx/cli/horovod_build/source.py
+# Tests: hvdx/cli/horovod_build/patches.py, hvdx/cli/horovod_build/wheel.py, hvdx/cli/horovod_build/source.py
 # Tests: hvdx/cli/horovod_build/tools.py, hvdx/cli/horovod_build/wheel.py
 
 import dataclasses
@@ -18,7 +18,7 @@ import pytest
 from hvdx.cli import build_horovod
 from hvdx.cli.common.mpi_tools import Mpi
 from hvdx.cli.horovod_build import cache, install, needs, patches, source, tools, wheel
-from hvdx.cli.horovod_build.progress import Progress
+from hvdx.cli.horovod_build.wheel import Progress
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError, HvdxError
 

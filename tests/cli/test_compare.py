@@ -1,7 +1,7 @@
 """`hvdx compare` with a script that writes records and does not train."""
 
-# Tests: hvdx/cli/comparing/guard.py, hvdx/cli/comparing/launch.py, hvdx/cli/comparing/options.py
-# Tests: hvdx/cli/comparing/plan.py, hvdx/cli/comparing/predicting.py, hvdx/cli/comparing/runner.py
+# Tests: hvdx/cli/comparing/guard.py, hvdx/cli/comparing/runner.py, hvdx/cli/comparing/plan.py
+# Tests: hvdx/cli/comparing/plan.py, hvdx/cli/comparing/runner.py, hvdx/cli/comparing/runner.py
 
 import json
 import os
@@ -13,8 +13,8 @@ import time
 import pytest
 
 from hvdx.cli.advising.script import Training
-from hvdx.cli.comparing.launch import command, environment
 from hvdx.cli.comparing.plan import Plan, Single
+from hvdx.cli.comparing.runner import command, environment
 from hvdx.cli.main import main
 from hvdx.costs.types import Machine
 from hvdx.errors import LaunchError

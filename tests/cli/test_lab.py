@@ -1,6 +1,6 @@
 """`hvdx lab`: options and messages; and hosts, links and counters, if this machine supports them."""
 
-# Tests: hvdx/cli/emulation/inside.py, hvdx/cli/emulation/link_check.py, hvdx/cli/emulation/namespaces.py
+# Tests: hvdx/cli/emulation/inside.py, hvdx/cli/emulation/network.py, hvdx/cli/emulation/namespaces.py
 # Tests: hvdx/cli/emulation/network.py
 
 import json

@@ -1,6 +1,6 @@
 """The `hvdx` command: help, errors, exit codes."""
 
-# Tests: hvdx/cli/build_kernels.py
+# Tests: hvdx/cli/build_kernels.py, hvdx/cli/commands.py
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from hvdx.cli import main as main_module
+from hvdx.cli.commands import COMMANDS, Command
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError
 from hvdx.version import __version__
@@ -21,7 +21,7 @@ def test_no_arguments_lists_every_command(capsys):
         assert words in text
 
 
-@pytest.mark.parametrize("command", ["doctor", "build-horovod", "build-kernels", "lab"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_command_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
@@ -52,14 +52,19 @@ def test_closed_streams_are_no_error(options):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def command(run, monkeypatch):
+    """Add a command `hvdx fake` that calls run(args)."""
+    module = types.ModuleType("fake")
+    vars(module).update(run=run, add_arguments=lambda parser: None)
+    monkeypatch.setitem(sys.modules, "hvdx.cli.fake", module)
+    monkeypatch.setitem(COMMANDS, "fake", Command("fails", "hvdx fake"))
+
+
 def test_hvdx_error_becomes_one_line_and_exit_code_2(capsys, monkeypatch):
     def run(args):
         raise ConfigError("period: expected 1 or more, got 0. Do: give a positive number.")
 
-    command = types.ModuleType("fake")
-    vars(command).update(NAME="fake", HELP="fails", EXAMPLE="hvdx fake", run=run, add_arguments=lambda parser: None)
-    monkeypatch.setitem(sys.modules, "fake_command", command)
-    monkeypatch.setattr(main_module, "COMMANDS", ("fake_command",))
+    command(run, monkeypatch)
     assert main(["fake"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "hvdx: period: expected 1 or more, got 0. Do: give a positive number.\n"
@@ -70,18 +75,17 @@ def test_other_errors_keep_their_traceback(monkeypatch):
     def run(args):
         raise ZeroDivisionError
 
-    command = types.ModuleType("fake")
-    vars(command).update(NAME="fake", HELP="fails", EXAMPLE="hvdx fake", run=run, add_arguments=lambda parser: None)
-    monkeypatch.setitem(sys.modules, "fake_command", command)
-    monkeypatch.setattr(main_module, "COMMANDS", ("fake_command",))
+    command(run, monkeypatch)
     with pytest.raises(ZeroDivisionError):
         main(["fake"])
 
 
-def test_help_imports_nothing_heavy():
+@pytest.mark.parametrize("words", [[], ["run", "-n", "1", "--dry-run", "python"]])
+def test_start_imports_nothing_heavy(words):
     program = (
-        "import sys\nfrom hvdx.cli.main import main\nmain([])\n"
+        f"import sys\nfrom hvdx.cli.main import main\nmain({words})\n"
         "heavy = {'tensorflow', 'keras', 'horovod', 'mpi4py.MPI', 'numba'} & set(sys.modules)\n"
+        "heavy |= {'hvdx.averaging', 'hvdx.strategies'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

@@ -9,7 +9,7 @@ import pytest
 
 from hvdx.codec import Threshold
 from hvdx.errors import ConfigError
-from hvdx.kernels import cpu, threads
+from hvdx.kernels import cpu
 from hvdx.kernels.tiles import Layout, Runs
 
 
@@ -67,7 +67,7 @@ def test_spread_waits_for_its_workers():
         running.remove(i)
 
     with pytest.raises(KeyboardInterrupt):
-        threads.spread(share, 2, 2)
+        cpu.spread(share, 2, 2)
     assert running == []
 
 
@@ -77,7 +77,7 @@ def test_spread_raises_what_a_worker_raises():
             raise OSError("two")
 
     with pytest.raises(OSError, match="two"):
-        threads.spread(share, 4, 4)
+        cpu.spread(share, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hvdx.comm import progress
+from hvdx.comm import progress, waiting
 from hvdx.comm.progress import Report, diagnose, message
 from hvdx.comm.watchdog import stall_limit
 from hvdx.errors import ConfigError
@@ -15,7 +15,7 @@ from hvdx.errors import ConfigError
 def reset_progress():
     yield
     progress.step("")
-    progress.leave()
+    waiting.leave()
     progress.serve(False)
 
 
@@ -30,17 +30,17 @@ def trains(step, idle=60.0, **more):
 def test_here_reports_step_collective_and_line():
     progress.step("step 3 of epoch 2", (1, 2))
     assert not progress.here().collective
-    progress.enter("the updates")
+    waiting.enter("the updates")
     found = progress.here()
     assert (found.place, found.order, found.collective) == ("step 3 of epoch 2", (1, 2), "the updates")
     assert 0 <= found.idle < 1
     assert any(line.startswith("test_progress.py:") for line in found.lines), found
-    progress.leave()
+    waiting.leave()
     assert not progress.here().collective
 
 
 def test_every_record_restarts_the_idle_time():
-    records = (lambda: progress.step("a"), lambda: progress.enter("b"), progress.leave)
+    records = (lambda: progress.step("a"), lambda: waiting.enter("b"), waiting.leave)
     for record in records:
         time.sleep(0.05)
         assert progress.idle() >= 0.05
@@ -52,16 +52,16 @@ def test_threads_wait_side_by_side():
     arrived, go = threading.Event(), threading.Event()
 
     def work():
-        progress.enter("the updates")
+        waiting.enter("the updates")
         arrived.set()
         go.wait(10)
-        progress.leave()
+        waiting.leave()
 
     thread = threading.Thread(target=work)
     thread.start()
     assert arrived.wait(10)
-    progress.enter("a flag")
-    progress.leave()
+    waiting.enter("a flag")
+    waiting.leave()
     assert progress.busy()
     assert progress.here().collective == "the updates"
     go.set()

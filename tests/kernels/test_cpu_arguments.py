@@ -130,16 +130,23 @@ def test_locate_reads_arrays_of_every_kind():
     alike = np.dtype(np.float32, metadata={"unit": "m"})
     arrays = [floats(), floats(6).view(Named), np.zeros((), np.float32), np.zeros((2, 3), alike), floats(0)]
     arrays += [np.zeros((1, 5, 2), np.float32), read_only()]
-    for table in (pieces.locate(arrays, "update"), pieces.locate(tuple(arrays), "update")):
-        assert table[:, pieces.SIZE].tolist() == [4, 6, 1, 6, 0, 10, 4]
-        assert table[:, pieces.PLACE].tolist() == [a.ctypes.data for a in arrays]
+    for located in (pieces.locate(arrays, "update"), pieces.locate(tuple(arrays), "update")):
+        assert located.sizes == [4, 6, 1, 6, 0, 10, 4]
+        assert located.table[:, pieces.PLACE].tolist() == [a.ctypes.data for a in arrays]
+
+
+def test_locate_looks_at_the_arrays_again_only_to_write_to_them():
+    located = pieces.locate([read_only()], "out")
+    assert pieces.locate(located, "out") is located
+    with pytest.raises(ValueError, match="read-only"):
+        pieces.locate(located, "out", writable=True)
 
 
 def test_locate_takes_no_python_for_each_array(monkeypatch):
     if not pieces._HEADERS_ARE_KNOWN:
         pytest.skip("this interpreter's arrays have another header")
     monkeypatch.setattr(pieces, "_check_array", None)
-    assert pieces.locate([floats()] * 3, "update", writable=True)[:, pieces.SIZE].tolist() == [4, 4, 4]
+    assert pieces.locate([floats()] * 3, "update", writable=True).sizes == [4, 4, 4]
 
 
 def test_locate_knows_the_headers_of_cpython():
@@ -150,6 +157,6 @@ def test_locate_knows_the_headers_of_cpython():
 def test_locate_without_known_headers(monkeypatch):
     monkeypatch.setattr(pieces, "_HEADERS_ARE_KNOWN", False)
     arrays = [floats(), floats(3)]
-    assert pieces.locate(arrays, "update")[:, pieces.PLACE].tolist() == [a.ctypes.data for a in arrays]
+    assert pieces.locate(arrays, "update").table[:, pieces.PLACE].tolist() == [a.ctypes.data for a in arrays]
     with pytest.raises(TypeError, match=r"update\[1\]: expected float32"):
         pieces.locate([floats(), np.zeros(3)], "update")

@@ -170,13 +170,13 @@ def test_encode_grows_its_buffers(rice, monkeypatch):
                     encode_like_reference(Case([several], residual, make_runs((6000, 0.5)), layout, rice), threads)
 
 
-def test_encode_reserves_bytes_for_a_header():
+def test_encode_begins_with_a_header():
     update, residual = noise(500, np.full(500, 0.5, np.float32), 0.3, 1)
     runs = make_runs((500, 0.5))
     plain = cpu.encode([update], residual.copy(), runs, threads=1).tiles
-    reserved = cpu.encode([update], residual.copy(), runs, threads=1, reserve=21).tiles
-    assert reserved[21:].tobytes() == plain.tobytes()
-    assert cpu.encode([], np.zeros(0, np.float32), make_runs(), threads=1, reserve=21).tiles.size == 21
+    headed = cpu.encode([update], residual.copy(), runs, threads=1, header=b"x" * 21).tiles
+    assert headed.tobytes() == b"x" * 21 + plain.tobytes()
+    assert cpu.encode([], np.zeros(0, np.float32), make_runs(), threads=1, header=b"ab").tiles.tobytes() == b"ab"
 
 
 def test_encode_takes_arrays_at_any_address():

@@ -1,6 +1,6 @@
 """Tests with random and mutated messages in a separate process, which ends if a decoder leaves its memory."""
 
-# Tests: kernels/cpu_decode.py, kernels/lengths.py, kernels/table.py
+# Tests: kernels/cpu_decode.py, kernels/table.py
 
 import contextlib
 import subprocess

@@ -1,7 +1,7 @@
 """`Distribute` besides gradients: metrics, files, comparison of replicas."""
 
 # Tests: hvdx/keras/fit/checks.py, hvdx/keras/fit/distribute.py, hvdx/keras/fit/metrics.py, hvdx/keras/fit/replicas.py
-# Tests: hvdx/keras/fit/traces.py, hvdx/keras/fit/train_step.py, hvdx/report/counters.py
+# Tests: hvdx/keras/fit/attachment.py, hvdx/keras/fit/attachment.py, hvdx/report/counters.py
 
 import copy
 import json

@@ -1,6 +1,6 @@
 """A preempted job saves at the end of a step on all ranks, and resumes as the uninterrupted one."""
 
-# Tests: hvdx/keras/checkpoint/callback.py, hvdx/keras/checkpoint/contents.py, hvdx/keras/checkpoint/schedule.py
+# Tests: hvdx/keras/checkpoint/callback.py, hvdx/keras/checkpoint/contents.py, hvdx/keras/checkpoint/callback.py
 # Tests: hvdx/keras/fit/sync_callback.py
 
 import gc
@@ -19,7 +19,7 @@ import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.comm.preemption import REQUEUE_CODE, acknowledge
 from hvdx.errors import ConfigError
-from hvdx.keras.checkpoint import files, owner, schedule
+from hvdx.keras.checkpoint import callback, files, owner
 from hvdx.keras.fit import data as shards
 from hvdx.keras.fit import noise
 from tests.ranks import models
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _asked_at_every_step(monkeypatch):
-    monkeypatch.setattr(schedule, "_SECONDS_BETWEEN_POLLS", 0.0)
+    monkeypatch.setattr(callback, "_SECONDS_BETWEEN_POLLS", 0.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     yield
     acknowledge()

@@ -1,6 +1,6 @@
 """Training on N ranks with batches of b equals training on one rank with batches of N*b."""
 
-# Tests: hvdx/keras/adapters/graph.py, hvdx/keras/fit/start.py
+# Tests: hvdx/keras/adapters/graph.py, hvdx/keras/fit/distribute.py
 
 import functools
 

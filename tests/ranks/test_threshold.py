@@ -21,7 +21,7 @@ from hvdx.keras.adapters.optimizer import adapter_of
 from hvdx.keras.fit import replicas
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import hosts
-from hvdx.strategies.threshold.host_sums import MessageSums, SharedSums, open_sums
+from hvdx.strategies.threshold.hosts import MessageSums, SharedSums, open_sums
 
 STRATEGIES = [
     "threshold:target_density=0.05",

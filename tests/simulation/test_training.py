@@ -1,6 +1,6 @@
 """Simulated trainings: their times, bytes and losses under each strategy."""
 
-# Tests: hvdx/simulation/memory.py, hvdx/simulation/workloads.py
+# Tests: hvdx/simulation/training.py, hvdx/simulation/workloads.py
 
 import dataclasses
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import hvdx.strategies.serving.split_exchange
+import hvdx.strategies.parameter_server
 import hvdx.strategies.threshold.hosts
 import hvdx.strategies.threshold.ordered
 import hvdx.strategies.threshold.routes.sharded

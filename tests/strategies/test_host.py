@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from hvdx.comm import clock
 from hvdx.errors import HvdxError
 from hvdx.strategies import StepInput, TensorSpec
-from hvdx.strategies.host import ELSEWHERE, FINE, MAX_SKIPPED_STEPS, NOT_FINITE, HostExchange, Prepared
+from hvdx.strategies.host import ELSEWHERE, FINE, MAX_SKIPPED_STEPS, NOT_FINITE, HostExchange, Outgoing
 from hvdx.strategies.telemetry import Telemetry
 
 SPECS = [TensorSpec("a", (2,), 4), TensorSpec("b", (), 4)]
@@ -31,7 +30,7 @@ def exchange():
 def test_computing_is_the_time_between_two_steps_of_a_run(exchange, monkeypatch):
     # Begin and end of each step; the first one of a run reads the clock only at its end.
     times = iter([10.0, 13.0, 14.0, 100.0, 102.0, 103.0])
-    monkeypatch.setattr(clock, "now", lambda: next(times))
+    monkeypatch.setattr(exchange, "_now", lambda: next(times))
     measured = []
     for step in range(4):
         if step == 2:
@@ -44,7 +43,7 @@ def test_computing_is_the_time_between_two_steps_of_a_run(exchange, monkeypatch)
 
 def test_writing_a_result_to_the_weights_is_cost_and_not_computing(exchange, monkeypatch):
     times = iter([10.0, 12.0, 15.0, 16.0])
-    monkeypatch.setattr(clock, "now", lambda: next(times))
+    monkeypatch.setattr(exchange, "_now", lambda: next(times))
     exchange.applied()  # before the first step there is no result
     exchange.take(StepInput(TENSORS))
     exchange.applied()
@@ -59,12 +58,12 @@ def test_prepared_step_knows_whether_it_is_finite(exchange, bad):
     assert exchange.prepare(StepInput(TENSORS, finite=False)).status == NOT_FINITE
     prepared = exchange.prepare(StepInput([TENSORS[0], np.float32(bad)]))
     assert prepared.status == NOT_FINITE
-    prepared.deliver()
+    exchange.deliver(prepared)
     assert not exchange.given.finite
 
 
 def test_rank_is_blamed_only_where_it_is_at_fault(exchange):
-    prepared = Prepared(exchange, StepInput(TENSORS), FINE)
+    prepared = Outgoing(StepInput(TENSORS), FINE)
     assert [prepared.skipped(blamed).status for blamed in (True, False)] == [NOT_FINITE, ELSEWHERE]
 
 

@@ -1,6 +1,6 @@
 """Exchange of whole weights over all ranks, and of parts of split layers over the ranks that hold the same ones."""
 
-# Tests: hvdx/strategies/serving/split_exchange.py, hvdx/strategies/serving/step_client.py
+# Tests: hvdx/strategies/parameter_server.py, hvdx/strategies/serving/step_client.py
 
 import random
 from dataclasses import replace

@@ -6,8 +6,8 @@ import pytest
 from hvdx.comm import LocalComm
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies import Encoder, Route, StepInput, TensorSpec
-from hvdx.strategies.host import FINE, NOT_FINITE, REFUSED
-from hvdx.strategies.step import Arrived, Encoded, MessageExchange
+from hvdx.strategies.host import FINE, NOT_FINITE, REFUSED, Encoded
+from hvdx.strategies.step import Arrived, MessageExchange
 
 SPECS = [TensorSpec("a", (2,), 4), TensorSpec("b", (), 4)]
 MESSAGE = np.arange(3, dtype=np.uint8)
@@ -140,7 +140,7 @@ def test_cost_of_a_step_travels_with_the_next():
     step.combine(given())
     step.add_cost("exchanging", 100.0)
     step.combine(given())
-    first, second = (one.cost for one in route.outgoing)
+    first, second = (one.times[1] / 1e9 for one in route.outgoing)
     assert first == 0.0
     assert 100.5 <= second < 101.0
 

@@ -1,7 +1,6 @@
 """Adapter for strategies that exchange weights on the host, such as a parameter server."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import keras
 import numpy as np
@@ -101,7 +100,7 @@ class WeightsAdapter(HostAdapter):
         count = len(step_input.tensors) // 2
         if not exchange.is_open:
             exchange.begin([np.asarray(t) for t in step_input.tensors[:count]])
-        return exchange.take(replace(step_input, tensors=step_input.tensors[count:]))
+        return exchange.take(step_input._replace(tensors=step_input.tensors[count:]))
 
     def begin_epoch(self) -> None:
         """Begin the session of the only list of variables, so that no rank waits for the first step of rank 0.

@@ -1,5 +1,6 @@
 """Restoring of a model from a checkpoint."""
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdx.comm import supervision
+from hvdx.comm import Comm, supervision
 from hvdx.errors import CheckpointError, ConfigError, ReplicaError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
@@ -18,14 +19,18 @@ from hvdx.keras.adapters.rank_local import accumulated, declared, rank_local_ids
 from hvdx.keras.checkpoint.contents import (
     Data,
     Manifest,
+    array_of,
     described,
     division,
     set_random_states,
+    snapshot,
+    variables_of,
 )
 from hvdx.keras.checkpoint.files import Arrays, ArraysInMemory
 from hvdx.keras.checkpoint.folder import Folder, Position, Saved
 from hvdx.keras.checkpoint.parts import PREFIX, Division
-from hvdx.keras.fit import data, noise, replicas
+from hvdx.keras.fit import data, noise, replacing, replicas
+from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.joining import join
 from hvdx.keras.seams.models import common_generator
 from hvdx.keras.types import Variable
@@ -33,6 +38,60 @@ from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.log import Log
 
 _log = Log(__name__)
+
+
+class _Received:
+    """State that a rank has received; the same as `Saved` for a checkpoint of one rank."""
+
+    path = Path("the state of another rank")
+
+    def __init__(self, manifest: Manifest, shared: Mapping[str, np.ndarray], mine: dict[str, np.ndarray]):
+        self.manifest, self._shared, self._mine = manifest, shared, ArraysInMemory(mine)
+
+    def shared(self) -> Mapping[str, np.ndarray]:
+        return self._shared
+
+    def rank(self, rank: int) -> ArraysInMemory:
+        return self._mine
+
+
+def give_state(model: keras.Model, comm: Comm, attachment: Attachment, is_new: bool) -> None:
+    """Give ranks that have joined what a checkpoint of the first rank would restore; see `replacing.use`.
+
+    Their residuals are zero. All ranks open their exchanges anew, as after a restart.
+    """
+
+    def content() -> tuple[Manifest, dict[str, np.ndarray], list[str]]:
+        found = snapshot(model, comm, Data(data.state()[0]))
+        return found.manifest | {"ranks": 1, "epoch": 0, "step": 0}, found.mine, list(found.shared)
+
+    manifest, mine, names = replacing.first(comm, content, is_new)
+    # One by one: they may be large.
+    shared = {name: replacing.first(comm, functools.partial(_value, model, name), is_new) for name in names}
+    if is_new:
+        loaded = LoadedCheckpoint(model, _Received(manifest, shared, mine), comm.world_ranks[comm.rank], comm.size)
+        loaded.assign()
+        loaded.reopen()
+        loaded.restore_states()
+        data.set_orders(manifest["drawn"])
+        return
+    adapters = [adapter_of(optimizer) for optimizer in optimizers_of(model)]
+    kept = [a for a, entry in zip(adapters, manifest["optimizers"], strict=True) if a is not None and entry["strategy"]]
+    if kept:
+        attachment.keep_costs()
+    # Copies, since the exchanges that are closed own the originals.
+    states = [{name: np.array(array) for name, array in adapter.state_dict().items()} for adapter in kept]
+    for adapter in kept:
+        adapter.reopen(adapter.exchanged)
+    for adapter, state in zip(kept, states, strict=True):
+        adapter.load_state_dict(state)
+
+
+def _value(model: keras.Model, name: str) -> np.ndarray:
+    """Return a variable by its name in a checkpoint."""
+    group, _, index = name.partition(".")
+    return array_of(variables_of(model)[group][int(index)])
+
 
 Assignments = list[tuple[Variable, np.ndarray]]
 

@@ -1,26 +1,189 @@
 """Comparisons over the ranks at the start of a fit and after its first step."""
 
 import functools
+import math
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import tensorflow as tf
+import xxhash
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
-from hvdx.keras.fit.agreement import constants, first_batch, generators, model_state, pipeline, shares
-from hvdx.keras.fit.agreement.first_batch import FirstBatch
+from hvdx.keras.fit.agreement import generators, model_state, pipeline, shares
 from hvdx.keras.fit.agreement.sample import sample
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.seams.frames import epoch_iterator, validation_inputs
+from hvdx.keras.seams.graphs import functions_in, traces_of
 from hvdx.keras.seams.iterators import EpochIterator, arrays_of, dataset_of, epoch_is_one_pass, read_from
-from hvdx.keras.types import Logs
+from hvdx.keras.seams.pipelines import copies_to_device
+from hvdx.keras.types import Logs, Structure
 from hvdx.log import Log
 
 _log = Log(__name__)
+
+# Smaller constants are seeds, rates, sizes and numbers of ranks, which scripts may choose for each rank.
+_ELEMENTS = 16
+
+
+class Constant(NamedTuple):
+    """A constant of at least 16 elements.
+
+    Attributes:
+        name: name of the operation in the graph.
+        kind: dtype and shape.
+        digest: digest of the values.
+    """
+
+    name: str
+    kind: str
+    digest: int
+
+
+def constants_of(train_function: object) -> list[Constant]:
+    """Return the numeric constants of at least 16 elements in a traced training function.
+
+    Args:
+        train_function: training function that Keras made, or a `tf.function`; [] if nothing was traced.
+    """
+    found: dict[tuple[str, int], Constant] = {}
+    seen: set[str] = set()
+    for function in functions_in(train_function):
+        traces = traces_of(function)
+        if any(tf.compat.as_str(traced.name) in seen for traced in traces):
+            continue  # The definitions of a function contain those of the functions that it calls.
+        for traced in traces:
+            definition = traced.graph.as_graph_def()
+            seen |= {inner.signature.name for inner in definition.library.function}
+            for constant in (*_in_graph(definition), *_captured(traced.graph)):
+                found.setdefault((constant.kind, constant.digest), constant)
+    return list(found.values())
+
+
+def differing(everyone: Sequence[list[Constant]]) -> list[str]:
+    """Compare the constants of all ranks.
+
+    Constants correspond if dtype and shape are equal; their names and order may differ. Where ranks have different
+    numbers of constants of a dtype and shape, nothing is compared.
+
+    Returns:
+        Each constant of rank 0 that another rank lacks, with its dtype, shape and the ranks.
+
+    Example:
+        >>> mine, other = Constant("mask", "float32[64]", 1), Constant("mask", "float32[64]", 2)
+        >>> differing([[mine], [mine]]), differing([[mine], [other]])
+        ([], ['mask, float32[64] (ranks 1)'])
+    """
+    kinds = [[constant.kind for constant in constants] for constants in everyone]
+    listed = []
+    for constant in everyone[0]:
+        if len({each.count(constant.kind) for each in kinds}) > 1:
+            continue
+        others = enumerate(everyone[1:], 1)
+        ranks = [r for r, theirs in others if not any(c[1:] == constant[1:] for c in theirs)]
+        if ranks:
+            listed.append(f"{constant.name}, {constant.kind} (ranks {', '.join(map(str, ranks))})")
+    return listed
+
+
+def _in_graph(definition: tf.compat.v1.GraphDef) -> Iterator[Constant]:
+    for node in [*definition.node, *(node for f in definition.library.function for node in f.node_def)]:
+        if node.op == "Const":
+            value = node.attr["value"].tensor
+            shape = [dim.size for dim in value.tensor_shape.dim]
+            if _counts(tf.as_dtype(value.dtype), shape):
+                content = value.SerializeToString(deterministic=True)
+                yield _constant(node.name, tf.as_dtype(value.dtype), shape, content)
+
+
+def _captured(graph: tf.Graph) -> Iterator[Constant]:
+    """Yield the eager tensors that a function uses; TensorFlow passes larger ones as arguments."""
+    for outside, inside in graph.captures:
+        if hasattr(outside, "numpy") and _counts(outside.dtype, outside.shape):
+            values = np.ascontiguousarray(outside.numpy())
+            yield _constant(inside.op.name, outside.dtype, list(outside.shape), values.view(np.uint8).data)
+
+
+def _counts(dtype: tf.DType, shape: tf.TensorShape | Sequence[int]) -> bool:
+    return (dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex) and math.prod(
+        shape
+    ) >= _ELEMENTS
+
+
+def _constant(name: str, dtype: tf.DType, shape: Sequence[int], content: bytes | memoryview) -> Constant:
+    return Constant(name, f"{dtype.name}{list(shape)}", xxhash.xxh3_64(content).intdigest())
+
+
+T = TypeVar("T")
+
+
+class FirstBatch:
+    """Dataset that computes a digest of its first batch when it is read first.
+
+    Args:
+        dataset: dataset of batches.
+
+    Attributes:
+        dataset: the same batches; each costs some microseconds more.
+        digest: digest of the first batch; None before it was read.
+        components: digest of each component of the first batch, see `Sample.digests`.
+
+    Example:
+        >>> first = FirstBatch(tf.data.Dataset.range(4).batch(2))
+        >>> [batch.numpy().tolist() for batch in first.dataset], first.digest is None
+        ([[0, 1], [2, 3]], False)
+    """
+
+    def __init__(self, dataset: tf.data.Dataset):
+        self.digest: int | None = None
+        self.components: list[int | None] = []
+        with tf.device("CPU:0"):
+            unread = tf.Variable(True, trainable=False)
+
+        def note() -> tf.Tensor:
+            unread.assign(False)
+            return tf.numpy_function(self._note, parts, tf.bool)
+
+        parts: list[tf.Tensor] = []
+
+        def passed(*components: Structure) -> Structure:
+            parts[:] = [p for p in tf.nest.flatten(components, expand_composites=True) if _has_values(p)]
+            with tf.control_dependencies([tf.cond(unread, note, lambda: True)]):
+                result = tf.nest.map_structure(_identity, components)
+            # TensorFlow passes the parts of a tuple as arguments.
+            return result if type(dataset.element_spec) is tuple else result[0]
+
+        self.dataset = dataset.map(passed)
+
+    def _note(self, *parts: np.ndarray) -> np.bool_:
+        digest = xxhash.xxh3_64()
+        for part in parts:
+            digest.update(str((part.dtype, part.shape)).encode())
+            content = repr(part.tolist()).encode() if part.dtype.kind == "O" else np.ascontiguousarray(part).tobytes()
+            digest.update(content)
+        self.digest = digest.intdigest()
+        self.components = sample(parts).digests()
+        return np.bool_(True)
+
+
+def can_pass(dataset: object) -> bool:
+    """Return whether `FirstBatch` can stand behind a dataset; TensorFlow allows nothing behind a copy to a GPU."""
+    return isinstance(dataset, tf.data.Dataset) and not any(
+        copies_to_device(part) for part in pipeline.datasets(dataset)
+    )
+
+
+def _has_values(part: object) -> bool:
+    return isinstance(part, tf.Tensor) and part.dtype not in (tf.variant, tf.resource)
+
+
+def _identity(part: T) -> T:
+    return tf.identity(part) if _has_values(part) else part
+
 
 # Largest number of differences that a message lists.
 _LISTED = 3
@@ -65,7 +228,7 @@ class Comparison(Part):
         whole = arrays is not None and one_pass
         source = pipeline.source_of(dataset) if traced and one_pass and not train and not whole else None
         # A later fit of the same trace has the data of the earlier one, as a rule.
-        if traced and not train and not whole and first_batch.can_pass(dataset):
+        if traced and not train and not whole and can_pass(dataset):
             self._first_batch = FirstBatch(dataset)
             read_from(self._iterator, self._first_batch.dataset)
         return {
@@ -149,7 +312,7 @@ class Comparison(Part):
             return
         self._pending = False
         function, self._function = self._function, None
-        found = constants.constants_of(function) if function is not None else []
+        found = constants_of(function) if function is not None else []
         first = self._end_first_batch()
         elements = generators.recorded(self._dataset)
         components = first.components if first and pipeline.draws_random(self._dataset) else []
@@ -171,10 +334,10 @@ class Comparison(Part):
                 "others. Seed what the generator draws (random.Random(1), numpy.random.default_rng(1), "
                 "hvdx.init(seed=1)), and sort lists of files. If each rank generates its own data, do not shard it."
             )
-        differing = constants.differing(traces)
-        if differing:
+        changed = differing(traces)
+        if changed:
             self._warn(
-                f"the training function holds constants that are not those of rank 0: {_listed(differing)}. If they "
+                f"the training function holds constants that are not those of rank 0: {_listed(changed)}. If they "
                 "are random (masks, projections, noise) or a vocabulary, the ranks train different models that share "
                 "weights. Make them weights (add_weight(..., trainable=False)), which hvdx gives to all ranks, or draw "
                 "them with a seed (numpy.random.default_rng(1), hvdx.init(seed=1)). If each rank is meant to have its "

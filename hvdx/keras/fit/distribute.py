@@ -1,24 +1,24 @@
 """Distributed training by one added line: `model.fit(..., callbacks=[hvdx.keras.Distribute()])`."""
 
 import os
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 import keras
 
 from hvdx.comm import Comm, supervision
-from hvdx.errors import ConfigError
-from hvdx.keras.adapters.rank_local import Owner
-from hvdx.keras.fit import callback_list, data, limits, replacing, saving
+from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.adapters.rank_local import Owner, declared, rank_local_ids
+from hvdx.keras.fit import callback_list, data, limits, replacing, replicas, saving
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.checks import Checks
 from hvdx.keras.fit.comparison import Comparison
 from hvdx.keras.fit.costs import Costs
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.evaluation import Evaluation
-from hvdx.keras.fit.limiting import Limiting
+from hvdx.keras.fit.limits import Limit
 from hvdx.keras.fit.metrics import EpochLogs
-from hvdx.keras.fit.nested import Nested
 from hvdx.keras.fit.noise import Noise
 from hvdx.keras.fit.part import Part, Parts
 from hvdx.keras.fit.plain_copies import PlainCopies
@@ -27,18 +27,153 @@ from hvdx.keras.fit.record import Record
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.saving import Saving
 from hvdx.keras.fit.schedules import Schedules
-from hvdx.keras.fit.settings import Settings
-from hvdx.keras.fit.start import Start
 from hvdx.keras.fit.state import Declared, State
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
-from hvdx.keras.seams.frames import calling_list
-from hvdx.keras.seams.models import set_initial_epoch
+from hvdx.keras.seams.frames import calling_list, running_fits
+from hvdx.keras.seams.models import initial_epoch, set_initial_epoch
 from hvdx.keras.types import Logs
+from hvdx.log import Log
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
 from hvdx.strategies.base import refuse_unless_it_survives
 from hvdx.strategies.telemetry import Telemetry
+
+_log = Log(__name__)
+
+
+class Nested(Part):
+    """Refuse a nested `fit` with `Distribute`: its end would detach the optimiser of the outer one."""
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Refuse the `fit`.
+
+        Raises:
+            ConfigError: if an outer `fit` with `Distribute` is training the model, or a model that it is a part of.
+        """
+        model = self.model
+        adapters = [adapter_of(optimizer) for optimizer in optimizers_of(model)]
+        outer = [a.owner.model for a in adapters if a is not None and a.owner is not None]
+        # After an exception the optimiser is attached too, but the `fit` is not running.
+        if any(running_fits(other) > (other is model) for other in outer):
+            raise ConfigError.on_all_ranks(
+                f"fit: model {model.name}: expected one fit with Distribute at a time, got one inside another. "
+                "Do: train the model again after the outer fit has ended."
+            )
+
+
+class Settings(Part):
+    """Compare the settings of the ranks, and make the first epoch and the orders of data the same."""
+
+    def __init__(self, limit: Limit):
+        super().__init__()
+        self._limit = limit
+
+    def offer(self) -> dict[str, object]:
+        """Return the settings of this rank."""
+        return {
+            "steps_per_execution": self.model.steps_per_execution,
+            "epochs": self.params.get("epochs"),
+            "built": self.model.built,
+            limits.VARIABLE: self._limit.text,
+            "initial_epoch": initial_epoch(self.model),
+            "shares": data.state(),
+        }
+
+    def agree(self, offered: list[dict[str, Any]]) -> None:
+        """Compare the settings.
+
+        Raises:
+            ReplicaError: on all ranks, if they differ.
+        """
+        for name in ("steps_per_execution", "epochs", "built", limits.VARIABLE):
+            values = [theirs[name] for theirs in offered]
+            if len(set(values)) > 1:
+                raise ReplicaError(f"fit: {name} differs between ranks: {values}. Every rank must be given the same.")
+        data.agree_on_orders([theirs["shares"] for theirs in offered])
+        set_initial_epoch(self.model, offered[0]["initial_epoch"])
+
+
+class Start(Part):
+    """Broadcast weights and optimiser state of rank 0, also to layers that are built in the first step."""
+
+    def __init__(self, comm: Comm, sync: SyncCallback, attachment: Attachment):
+        super().__init__()
+        self._comm, self._sync, self._attachment = comm, sync, attachment
+        self._weights = 0
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._weights = 0
+
+    def agree(self, offered: list[object]) -> None:
+        """Broadcast the state of rank 0, to which `Checkpoint` may have restored it before."""
+        if self.model.built:
+            # Rank-local state from an earlier fit or a checkpoint is not broadcast, so that a rank's momenta match its
+            # residual. In mid-epoch, non-trainable weights are rank-local too.
+            within = bool(self._sync.steps_done)
+            self._broadcast(rank_local_ids(self.model, within, of=lambda _, adapter: adapter.has_state))
+
+    def end_first_step(self) -> None:
+        """Broadcast again if the first step has built layers."""
+        if len(self.model.weights) > self._weights:
+            for adapter in self._attachment.adapters:
+                adapter.prepare_broadcast()
+            self._broadcast({id(v) for part in declared(self.model) for v in part})
+
+    def _broadcast(self, excluded: Collection[int]) -> None:
+        replicas.broadcast_state(self.model, 0, self._comm, excluded)
+        self._weights = len(self.model.weights)
+
+
+class Limiting(Part):
+    """End the fit after an epoch, or the process after a step.
+
+    Raises:
+        ConfigError: if the limit is a number of steps, which asynchronous workers do not take together.
+    """
+
+    alone = True
+
+    def __init__(
+        self, comm: Comm, limit: Limit, counting: Counting, attachment: Attachment, costs: Costs, record: Record
+    ):
+        super().__init__()
+        if attachment.strategy.asynchronous and limit.steps and comm.size > 1:
+            raise ConfigError(
+                f"{limits.VARIABLE}={limit.text}: expected epochs or minutes under {attachment.strategy!r}, "
+                "whose workers take different numbers of steps. Set another limit, or train with one worker."
+            )
+        self._comm, self._limit, self._counting = comm, limit, counting
+        self._attachment, self._costs, self._record = attachment, costs, record
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        self._limit.begin()
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """End this process after the steps of the limit, as all ranks do after the same step. Collective then."""
+        steps = self._counting.steps_of_fit
+        if not self._limit.after_step(steps):
+            return
+        self._counting.end_steps()
+        self._attachment.end_steps()
+        self._limit.reach()
+        self._costs.finish()
+        self._record.end("limit")
+        self._say(f"the process ends after {steps} steps")
+        raise SystemExit(0)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """End the fit if the limit of rank 0 is reached. Collective if there is a limit."""
+        over = self._limit.after_epoch()
+        if self._limit.text and self._comm.all_gather_object(over, "the limit of the fit")[0]:
+            self._limit.reach()
+            self.model.stop_training = True
+            if not self._counting.ended:
+                self._say(f"the fit ends after epoch {epoch + 1}")
+
+    def _say(self, what: str) -> None:
+        if self._comm.rank == 0:
+            _log.info(f"{limits.VARIABLE}={self._limit.text}: {what}.", head="\nhvdx: ")
 
 
 class Distribute(Parts):

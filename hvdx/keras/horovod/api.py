@@ -74,7 +74,7 @@ def init(
     split: int | str | None = None,
     seed: int | None = None,
 ) -> None:
-    """Join the world, and assign the cores and GPUs of a host to its ranks; see `hvdx.keras.placement`.
+    """Join the world, and assign the cores and GPUs of a host to its ranks; see `hvdx.keras.joining`.
 
     Call it before TensorFlow starts, because the number of threads and the GPU cannot change later. A rank gets the
     number of threads that the batch system gives a task, or a share of the cores, unless `TF_NUM_INTRAOP_THREADS`,

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hvdx.comm import Comm, Mailbox, Message, progress
+from hvdx.comm import Comm, Mailbox, Message, waiting
 from hvdx.comm.launcher import kernel_threads
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff
 from hvdx.errors import ExchangeError, HvdxError, WireError
@@ -164,7 +164,7 @@ class ServerClient:
         """Send messages and return their answers; register the wait for reports of a stall."""
         self._depth += 1
         try:
-            with progress.waiting("an exchange with the servers", for_all=False):
+            with waiting.recorded("an exchange with the servers", for_all=False):
                 return self._receive_answers(to_send, servers, kind, awaited, replace)
         finally:
             self._depth -= 1

@@ -14,9 +14,8 @@ from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput, find
 from hvdx.strategies.serving.client import Call
 from hvdx.strategies.serving.messages import MessageType
-from hvdx.strategies.serving.surviving_sessions import SurvivingSessions
 from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
-from hvdx.strategies.serving.worker_sessions import Options, WorkerSessions, answered
+from hvdx.strategies.serving.worker_sessions import Options, SurvivingSessions, WorkerSessions, answered
 from hvdx.strategies.telemetry import ServerTelemetry
 
 
@@ -33,7 +32,7 @@ class ServerExchange(HostExchange):
         ConfigError: if there are more servers, or more updates to aggregate, than workers.
     """
 
-    _counters: ServerTelemetry
+    telemetry: ServerTelemetry
 
     def __init__(self, strategy: Options, comm: Comm, specs: Sequence[TensorSpec]):
         super().__init__(specs, ServerTelemetry())
@@ -53,11 +52,6 @@ class ServerExchange(HostExchange):
         self._single = self._update if dtype == np.float32 else np.zeros(self._n, np.float32)
         self._weight_views, self._update_views = views(self._sessions.weights, specs), views(self._update, specs)
         self._reason = ""
-
-    @property
-    def telemetry(self) -> ServerTelemetry:
-        """Counters of the exchange."""
-        return self._counters
 
     # -- begin and end of a session -----------------------------------------------------------------------------------
 

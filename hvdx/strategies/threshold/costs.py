@@ -5,9 +5,8 @@ from dataclasses import replace
 from hvdx.costs.model import Situation, added
 from hvdx.costs.sizes import message_bytes
 from hvdx.costs.types import Codec, Machine, Prediction
-from hvdx.strategies.threshold.density import STARVED, affordable_density, budget_with
+from hvdx.strategies.threshold.density import STARVED, affordable_density, budget_with, period_for
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.period import period_for
 from hvdx.strategies.threshold.shards import OWNER_DENSITY, owner_density
 
 #: Bytes of the header of a message: status, two times and the size of the message. The sample of gradients that is

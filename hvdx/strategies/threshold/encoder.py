@@ -1,5 +1,6 @@
 """Encoder of the threshold strategy: the residual, the density of each step, and the correction for noise."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
@@ -16,19 +17,19 @@ from hvdx.errors import ConfigError, UpdateError
 from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.host import StepInput
-from hvdx.strategies.step import DeviceArrays, Encoded, Encoder
-from hvdx.strategies.threshold.density import INITIAL_DENSITY, STARVED, DensityControl
-from hvdx.strategies.threshold.lookahead import Lookahead
+from hvdx.strategies.host import Encoded, StepInput
+from hvdx.strategies.step import DeviceArrays, Encoder
+from hvdx.strategies.threshold.density import INITIAL_DENSITY, MAX_PERIOD, STARVED, DensityControl
 from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample
-from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.period import MAX_PERIOD
-from hvdx.strategies.threshold.warmup import START
+from hvdx.strategies.threshold.options import START, Options
 
 _log = Log(__name__)
 
 # Steps whose entries are counted together, to notice an exchange that is starved.
 _STARVATION_STEPS = 16
+# How fast a lookahead follows the lag, which part of it pulls back, and the largest one. Found by trial on the half of
+# `jobs/benchmarks/defaults.py` that is for choosing; ADR 54.
+_RATE, _SHRINK, _MOST = 0.2, 0.5, 60.0
 
 
 class Order(Protocol):
@@ -78,6 +79,42 @@ class VectorOrder:
 
     def from_vector(self, vector: np.ndarray) -> np.ndarray:
         return vector
+
+
+class Lookahead:
+    """Lookahead of an encoder: fixed, or such that what a rank has sent is neither behind its updates nor ahead.
+
+    The residual is the sum of a rank's updates less what it has sent. Its projection on an update is the lag: the
+    delay of the messages, in units of this update. The lookahead rises with the lag, and falls where updates turn
+    round, before it could amplify them. No property of the optimiser enters, and ranks may have different lookaheads.
+
+    Args:
+        fixed: the lookahead, if the user gave one.
+
+    Attributes:
+        value: lookahead of the last update.
+
+    Example:
+        >>> lookahead = Lookahead()
+        >>> for _ in range(100):
+        ...     value = lookahead.follow(3.0 - lookahead.value)  # three updates behind without a lookahead
+        >>> round(value, 2)
+        2.0
+    """
+
+    def __init__(self, fixed: float | None = None):
+        self.fixed, self.value = fixed, fixed or 0.0
+
+    def follow(self, lag: float) -> float:
+        """Return the lookahead of an update with this lag; a lag of NaN says nothing."""
+        if self.fixed is None and math.isfinite(lag):
+            self.value = min(max(self.value + _RATE * (lag - _SHRINK * self.value), 0.0), _MOST)
+        return self.value
+
+    def restore(self, value: float) -> None:
+        """Go on with a saved value."""
+        if self.fixed is None:
+            self.value = value
 
 
 class ThresholdEncoder(Encoder):
@@ -163,7 +200,7 @@ class ThresholdEncoder(Encoder):
             if step == 0 and self.options.start.steps:
                 density = self._density = START
                 self._control.restore(START)
-        elif density is not None:
+        elif density is not None and step < self.options.start.steps:
             density = self.options.start.density(step, density)
         if density != self.codec.target_density:
             self.codec = self._make_codec(density)
@@ -239,7 +276,7 @@ class ThresholdEncoder(Encoder):
 
     def correction(self, ranks: int) -> float:
         """Return the factor for optimisers such as Adam; 1 without samples of their gradients."""
-        return self.noise.factor(ranks)
+        return self.noise.factor(ranks) if self.noise.state[0] else 1.0
 
     def observe_sample(self, sample: object) -> None:
         if isinstance(sample, GatheredSample | SummedSample):

@@ -4,11 +4,10 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from hvdx.comm import Comm, progress
+from hvdx.comm import Comm, waiting
 from hvdx.comm.alignment import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff
 from hvdx.costs.link import probe
@@ -42,7 +41,7 @@ class OrderedExchange(HostExchange):
         specs: the variables, of the same shapes on all ranks.
     """
 
-    _counters: StaleTelemetry
+    telemetry: StaleTelemetry
 
     def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec]):
         super().__init__(specs, StaleTelemetry())
@@ -72,11 +71,6 @@ class OrderedExchange(HostExchange):
         self._session: Session | None = None
         self._next: Session | None = None
         self.renew()
-
-    @property
-    def telemetry(self) -> StaleTelemetry:
-        """Counters of the exchange."""
-        return self._counters
 
     # -- begin and end of a session -----------------------------------------------------------------------------------
 
@@ -150,7 +144,7 @@ class OrderedExchange(HostExchange):
         begin, is_over = time.perf_counter(), False
         while not is_over:
             self._wait(self._awaited_to_end, "a flush")
-            with progress.waiting("a flush"):
+            with waiting.recorded("a flush"):
                 sent = self._mailbox.all_sent(self._comm.patience)
             if not sent:
                 raise ExchangeError(self._report("a flush", self._comm.patience, []))
@@ -206,7 +200,9 @@ class OrderedExchange(HostExchange):
         counts, self._cost = self.telemetry, 0.0
         if step_input.computing is not None:
             self._computing = step_input.computing
-        payload = self._timed("encoding", lambda: self._encode_update(step_input))
+        begin = self._now()
+        payload = self._encode_update(step_input)
+        self.add_cost("encoding", self._now() - begin)
         size = 0 if payload is None else payload.body.size
         # Messages that have not left after a whole step show that the network, not a receiver, is the limit.
         backlog = self._computing if self._mailbox.pending_sends() else 0.0
@@ -221,7 +217,9 @@ class OrderedExchange(HostExchange):
             counts.messages += payload.body.size
         self._mailbox.poll()
         self._apply()
-        self._timed("decoding", self._look_ahead)
+        begin = self._now()
+        self._look_ahead()
+        self.add_cost("decoding", self._now() - begin)
         counts.steps += 1
         self._step += 1
         self._count_bytes()
@@ -241,7 +239,7 @@ class OrderedExchange(HostExchange):
             self._skip(f"NaN or infinity in the gradient{f' of {step_input.blamed}' if step_input.blamed else ''}")
             return None
         try:
-            encoded = self.encoder.encode(replace(step_input, tensors=self._update_views), self._step)
+            encoded = self.encoder.encode(step_input._replace(tensors=self._update_views), self._step)
         except UpdateError as error:
             self._skip(error.within(self.specs[error.variable].name))
             return None
@@ -290,7 +288,7 @@ class OrderedExchange(HostExchange):
                     self._mailbox.send(session, session.replica.tell())
                 if not waits:
                     waits = True
-                    progress.enter(what, for_all=False)
+                    waiting.enter(what, for_all=False)
                 if session.packets != seen:
                     seen, since = session.packets, time.monotonic()
                     backoff.renew()
@@ -299,7 +297,7 @@ class OrderedExchange(HostExchange):
                 backoff.sleep()
         finally:
             if waits:
-                progress.leave()
+                waiting.leave()
         return max(time.monotonic() - begin - spent, 0.0) if waits else 0.0
 
     def _report(self, what: str, seconds: float, ranks: Sequence[int]) -> str:
@@ -322,7 +320,9 @@ class OrderedExchange(HostExchange):
         if weights is not None:
             self._mirror[:] = weights.view(self._dtype)
         if taken:
-            self._timed("decoding", lambda: self._apply_all(taken))
+            begin = self._now()
+            self._apply_all(taken)
+            self.add_cost("decoding", self._now() - begin)
 
     def _apply_all(self, taken: Sequence[tuple[int, Payload | None]]) -> None:
         there = [(sender, payload) for sender, payload in taken if payload is not None]

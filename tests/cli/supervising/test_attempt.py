@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdx.cli.supervising.attempt import Attempt, run_attempt
-from hvdx.cli.supervising.failure import find_failure
 from hvdx.cli.supervising.launcher import Signals
+from hvdx.cli.supervising.supervisor import find_failure
 from hvdx.comm import supervision
 from tests.launch import ROOT
 

@@ -28,7 +28,7 @@ def test_next_fit_begins_with_its_own_first_epoch(monkeypatch):
     monkeypatch.setattr(world, "_comm", Admitted(1, 2, "here"))
     monkeypatch.setattr(world, "_launch", object())
     monkeypatch.setattr(world, "_graphs", {})
-    monkeypatch.setattr(joining.placement, "place", lambda comm: None)
+    monkeypatch.setattr(joining, "place", lambda comm: None)
     # The others are in their third epoch.
     monkeypatch.setattr(replacing, "give", lambda model, *_: set_initial_epoch(model, 2))
     begun = []

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from hvdx.errors import ConfigError, HvdxError, WireError
 from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.threshold.hosts import HostsExchange
-from hvdx.strategies.threshold.opening import adds_up
+from hvdx.strategies.threshold.strategy import adds_up
 from tests.strategies.threshold.test_strategy import OPTIONS, flat, restarted, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_hosts
 
@@ -170,7 +169,7 @@ def test_damaged_message_names_its_rank():
         exchange.step(update(comm.rank, 0))
         encoder = exchange.inner.encoder
         encode = encoder.encode
-        encoder.encode = lambda *args: replace(encode(*args), message=np.zeros(9 * (comm.rank == 3), np.uint8))
+        encoder.encode = lambda *args: encode(*args)._replace(message=np.zeros(9 * (comm.rank == 3), np.uint8))
         with pytest.raises(WireError) as error:
             exchange.step(update(comm.rank, 1))
         return error.value.rank
@@ -188,7 +187,7 @@ def test_damaged_message_names_its_rank_among_all():
 
         def cut(*args):
             encoded = encode(*args)
-            return replace(encoded, message=encoded.message[: 20 if comm.rank > 1 else None])
+            return encoded._replace(message=encoded.message[: 20 if comm.rank > 1 else None])
 
         exchange.encoder.encode = cut
         with pytest.raises(WireError) as error:

@@ -5,7 +5,6 @@
 import random
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -315,7 +314,7 @@ def test_a_damaged_message_names_its_sender():
 
             def cut(*arguments):
                 encoded = encode(*arguments)
-                return replace(encoded, message=encoded.message[:-1])
+                return encoded._replace(message=encoded.message[:-1])
 
             exchange.encoder.encode = cut
         for _ in range(3):

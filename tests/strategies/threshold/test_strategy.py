@@ -1,4 +1,4 @@
-# Tests: hvdx/strategies/step.py, hvdx/strategies/threshold/opening.py
+# Tests: hvdx/strategies/step.py, hvdx/strategies/threshold/strategy.py
 # Tests: hvdx/strategies/threshold/options.py, hvdx/strategies/threshold/routes/all_gather.py
 
 import gc
@@ -11,8 +11,7 @@ from hvdx.costs.sizes import message_bytes
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
 from hvdx.strategies import StepInput, TensorSpec, Threshold, parse
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
-from hvdx.strategies.threshold.warmup import START
-from hvdx.strategies.threshold.warmup import parse as parse_warmup
+from hvdx.strategies.threshold.options import START, parse_warmup
 from tests.strategies.virtual import ELEMENTS, SHAPES, SPECS, on_all, on_hosts
 
 OPTIONS = {

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdx.comm import Channel
-from hvdx.strategies.step import Arrived, Outgoing, Route
+from hvdx.strategies.host import Outgoing
+from hvdx.strategies.step import Arrived, Route
 from hvdx.strategies.threshold.noise import GatheredSample
 from hvdx.strategies.threshold.states import whole_residual
 
@@ -48,7 +49,9 @@ class AllGatherRoute(Route):
         self._channel, self._per_message = channel, ranks_per_message
 
     def send(self, outgoing: Outgoing) -> Messages:
-        message = outgoing.encoded.message
+        encoded = outgoing.encoded
+        assert encoded is not None
+        message = encoded.message
         header = [outgoing.status, *outgoing.times, *words_of(outgoing.sample)]
         received = self._channel.exchange(header, message)
         others, size = self._channel.size - 1, 8 * (len(header) + 1)
@@ -59,9 +62,9 @@ class AllGatherRoute(Route):
             waited=received.waited,
             seconds=received.seconds,
             sent=others * (message.size + size),
-            received=sum(m.size for m in received.messages) - message.size + others * size,
+            received=sum(map(len, received.messages)) - message.size + others * size,
             sample=GatheredSample(more.view(np.float16), self._per_message) if more.size else None,
-            codec=outgoing.encoded.codec,
+            codec=encoded.codec,
             messages=received.messages,
         )
 

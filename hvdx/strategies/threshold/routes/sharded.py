@@ -21,9 +21,9 @@ from hvdx import codec as codecs
 from hvdx.codec.base import Array, Decoder
 from hvdx.comm import Channel, clock
 from hvdx.errors import ConfigError, UpdateError, WireError
-from hvdx.strategies.host import NOT_FINITE
-from hvdx.strategies.step import Arrived, Outgoing, Route
-from hvdx.strategies.threshold.lookahead import Lookahead
+from hvdx.strategies.host import NOT_FINITE, Outgoing
+from hvdx.strategies.step import Arrived, Route
+from hvdx.strategies.threshold.encoder import Lookahead
 from hvdx.strategies.threshold.noise import SummedSample, sums_of
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.shards import Shards, owner_density
@@ -115,11 +115,13 @@ class ShardedRoute(Route):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def send(self, outgoing: Outgoing) -> Arrived:
-        encoded, codec = outgoing.encoded, outgoing.encoded.codec
+        encoded = outgoing.encoded
+        assert encoded is not None
+        codec = encoded.codec
         assert isinstance(codec, codecs.Threshold)  # the encoder's
         self._density = codec.target_density
-        work = _Work()
-        begin = clock.now()
+        work, now = _Work(), clock.timer()
+        begin = now()
         to_owners = [np.zeros(0, np.uint8)] * self._size
         if encoded.message.size:
             to_owners = work.timed("encoding", lambda: codec.split(encoded.message, self._shards.elements))
@@ -127,7 +129,7 @@ class ShardedRoute(Route):
         numbers[:, _BYTES] = [message.size for message in to_owners]
         numbers[:, _STATUS:] = outgoing.status, *(min(ns // 1000, 2**31 - 1) for ns in outgoing.times)
         numbers = self._channel.all_to_all_rows(numbers)
-        begun, cutting = clock.now(), work.seconds
+        begun, cutting = now(), work.seconds
         statuses, times = numbers[:, _STATUS].astype(np.int64), 1000 * numbers[:, _TIMES].astype(np.int64)
         arrived = OwnersMessages(
             statuses, times, begun - begin - cutting, 0.0,
@@ -135,8 +137,10 @@ class ShardedRoute(Route):
         )  # fmt: skip
         if not statuses.any():
             sample = self._sum_samples(outgoing)
-            arrived = replace(self._two_phases(to_owners, numbers[:, _BYTES], outgoing, arrived, work), sample=sample)
-        seconds = clock.now() - begun - (work.seconds - cutting)
+            arrived = replace(
+                self._two_phases(to_owners, numbers[:, _BYTES], encoded.tau, arrived, work), sample=sample
+            )
+        seconds = now() - begun - (work.seconds - cutting)
         return replace(arrived, seconds=seconds, encoding=work.encoding, decoding=work.decoding)
 
     def _sum_samples(self, outgoing: Outgoing) -> SummedSample | None:
@@ -155,17 +159,20 @@ class ShardedRoute(Route):
         self,
         to_owners: list[np.ndarray],
         sizes: np.ndarray,
-        outgoing: Outgoing,
+        least: float,
         arrived: OwnersMessages,
         work: "_Work",
     ) -> OwnersMessages:
-        """Return the messages of all owners; if one cannot encode its sum, with its status."""
+        """Return the messages of all owners; if one cannot encode its sum, with its status.
+
+        `least` is the tau of this rank's messages.
+        """
         got = self._channel.all_to_all(to_owners, sizes.tolist())
         codec = self._owner_codec(self._density)
         work.timed("decoding", lambda: codec.decode_sum(got, [self._sum]))
         status, message = 0, np.zeros(0, np.uint8)
         try:
-            message = work.timed("encoding", lambda: self._encode_sum(codec, outgoing.encoded.tau))
+            message = work.timed("encoding", lambda: self._encode_sum(codec, least))
         except UpdateError:
             status = NOT_FINITE
         received = self._channel.exchange([status], message)
@@ -236,9 +243,10 @@ class _Work:
 
     def timed(self, kind: str, work: Callable[[], T]) -> T:
         """Call a function, and count its seconds."""
-        begin = clock.now()
+        now = clock.timer()
+        begin = now()
         result = work()
-        seconds = clock.now() - begin
+        seconds = now() - begin
         if kind == "encoding":
             self.encoding += seconds
         else:
