@@ -13,8 +13,8 @@ LOOKS = {
     *("__closure__", "__code__", "__wrapped__", "MethodType"),
 }
 MODULES = ("keras.src", "tensorflow.python", "tf.__internal__")
-# Python's own: the names of a namedtuple's fields.
-PUBLIC = {"_fields"}
+# Python's own: the fields of a named tuple, and its copy with other values.
+PUBLIC = {"_fields", "_replace"}
 # Marks that hvdx leaves on objects of others.
 OWN = "_hvdx_"
 

@@ -240,7 +240,7 @@ def _add(arrays: Sequence[np.ndarray], out: np.ndarray) -> bool:
 # "No rank", where a header names a rank of the host.
 _NOBODY = -1
 
-#: Function that opens the exchange of a piece between hosts; see `hvdx.strategies.threshold.strategy.open_messages`.
+#: Function that opens the exchange of a piece between hosts; see `hvdx.strategies.threshold.opening.open_messages`.
 OpenMessages = Callable[..., MessageExchange]
 
 

@@ -1,6 +1,6 @@
 """Sharded exchange of `Threshold`: bookkeeping of both residuals, traffic, shards, and choice of the exchange."""
 
-# Tests: hvdx/strategies/threshold/strategy.py, hvdx/strategies/threshold/shards.py
+# Tests: hvdx/strategies/threshold/opening.py, hvdx/strategies/threshold/shards.py
 # Tests: hvdx/strategies/threshold/states.py
 
 from dataclasses import replace
