@@ -1,21 +1,8 @@
-"""Short runs of the jobs about averaging networks."""
+"""A short run of a job under averaging of networks."""
 
-# Tests: jobs/benchmarks/averaging_question.py
-
-import json
+# Tests: jobs/fashion_mnist.py
 
 from tests.launch import run
-
-
-def test_comparison_separates_period_1_from_longer_periods(tmp_path):
-    figures = tmp_path / "question.json"
-    small = ["--data", "digits", "--hidden", "32", "--steps", "16", "--periods", "1,8", "--optimizers", "sgd"]
-    done = run(2, ["jobs/benchmarks/averaging_question.py", *small, "--json", str(figures)], timeout=400)
-    assert done.code == 0, done
-    rows = {(r["optimizer"], r["way"]): r for r in json.loads(figures.read_text())["rows"]}
-    assert rows["sgd", "every 1"]["from_dense"] < 1e-5 < 1e-3 < rows["sgd", "every 8"]["from_dense"]
-    assert rows["sgd", "every 1"]["divergence"] < rows["sgd", "every 8"]["divergence"]
-    assert "gradients, rounded otherwise" in done.out
 
 
 def test_main_job_averages_networks_under_the_variable():

@@ -1,14 +1,14 @@
 """Each benchmark runs at a tiny size. Workers run on this machine, without emulated links."""
 
-# Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/averaging_network.py, jobs/benchmarks/batches.py
+# Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/batches.py
 # Tests: jobs/benchmarks/checkpoint.py
-# Tests: jobs/benchmarks/defaults.py, jobs/benchmarks/dense.py, jobs/benchmarks/overlap.py
-# Tests: jobs/benchmarks/density.py, jobs/benchmarks/edges.py, jobs/benchmarks/first_step.py
+# Tests: jobs/benchmarks/defaults.py, jobs/benchmarks/dense.py
+# Tests: jobs/benchmarks/density.py, jobs/benchmarks/edges.py
 # Tests: jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
 # Tests: jobs/benchmarks/local_steps.py, jobs/benchmarks/lost_host.py
 # Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
-# Tests: jobs/benchmarks/servers.py, jobs/benchmarks/sharded.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
-# Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/survival.py, jobs/benchmarks/tcp.py
+# Tests: jobs/benchmarks/servers.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
+# Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/survival.py
 
 import importlib
 import json
@@ -25,10 +25,6 @@ _PAIR = ["--split", "2", "--layers", "pair", "--data", "digits", "--width", "16"
 #: By benchmark: options, and attributes of its module in place of longer lists of cases.
 BENCHMARKS = {
     "accuracy": ("--models lm --strategies 1e-2 --seeds 1 --steps 2 --workers 2 --batch 2", {}),
-    "averaging_network": (
-        "--hosts 2 --epochs 1 --hidden 4",
-        {"ways": lambda periods: [{"name": "all", "spelling": "all_reduce", "period": 1, "state": False}]},
-    ),
     "batches": ("--rounds 1 --steps 5", {}),
     "checkpoint": ("--parameters 1000 --repeat 1", {}),
     "defaults": (
@@ -38,22 +34,18 @@ BENCHMARKS = {
     "dense": ("--hosts 2 --ways MPI,mpi --wires bf16 --steps 2 --hidden 4", {}),
     "density": ("--hosts 2 --bandwidth 1gbit --burst 5kB --steps 40 --hidden 4 --batch 8", {}),
     "edges": ("--strategies all_reduce", {"VICTIMS": (0,), "PLACES": ("the last line",)}),
-    "first_step": ("--starts 1", {"GOAL": 100.0}),
     "memory": ("--hidden 4 8", {"STRATEGIES": {"AllReduce": "all_reduce"}}),
     "scaling": ("--models lm --hosts 1,2 --strategies threshold --seeds 1 --most-steps 20 --rates 0.01", {}),
     "local_steps": (
         "--workers 2 --steps 4 --batch 2 --rates 0.002",
         {"SCHEMES": {"all-reduce": "all_reduce:engine=mpi", "SparseLoCo": "sparse_loco"}, "PERIOD": 2},
     ),
-    "overlap": ("--bandwidth 1gbit --width 4 --steps 1", {}),
     "predict": ("--again --models mlp --hosts 2 --bandwidth 1gbit", {}),
     "servers": ("--workers 2 --servers 1 --steps 4 --hidden 4", {}),
-    "sharded": ("--hosts 2 --steps 3 --hidden 4", {}),
     "simulate": ("--hosts 2 --bandwidth 1gbit --elements 2k --steps 4", {}),
     "split": ("--ways pair --steps 4 --batch 4", {"WAYS": {"pair": _PAIR}}),
     "split_memory": ("--ranks 2 --width 16 --steps 1", {}),
     "survival": ("--rounds 1 --steps 44", {"STRATEGIES": ("all_reduce:engine=mpi",), "COST": 100.0}),
-    "tcp": ("--hosts 2 --megabytes 0.01", {}),
 }
 
 
