@@ -71,6 +71,9 @@ _NO_TENSORS = {
 _KINDS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer")}
 
 
+# Stand-ins for the names that `torch.save` writes; `torch.serialization` and `torch._utils` say which.
+
+
 def _tensor_v2(
     storage: Storage,
     offset: int,

@@ -37,7 +37,10 @@ _KEPT_SECONDS = 0.1
 
 
 def leave_out() -> None:
-    """Send standard error through a process that leaves notes out, unless the user has chosen a level of logging.
+    """Send standard error through a process that leaves TensorFlow's start-up notes out.
+
+    TensorFlow writes some whatever its level of logging is, four lines on each rank, before any code of the script can
+    turn them off; they would hide the messages of hvdx. If the user has chosen a level, nothing is left out.
 
     The process is no child of this one, which a launcher may replace, and ends at the end of all writers.
     """

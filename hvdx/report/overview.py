@@ -19,6 +19,9 @@ from hvdx.report.records import OUTCOME, Epoch, Interruption, RankRecord, Run, r
 def join_attempts(runs: Sequence[Run]) -> list[Run]:
     """Join the fits of the attempts of each job that continue each other.
 
+    `hvdx run --max-restarts` gives each attempt a number, and the record of a fit has the position at which it begins.
+    What an attempt trained after that of the next one is not in the result.
+
     Args:
         runs: fits, as `records.read` returns them.
 

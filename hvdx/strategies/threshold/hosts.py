@@ -49,7 +49,9 @@ def open_sums(channel: Channel, sizes: Sequence[int]) -> "HostSums":
 
 
 class HostSums(abc.ABC):
-    """Sums of the updates of a host's ranks.
+    """Sums of the updates of a host's ranks: in memory that they share, or by messages if they cannot share memory.
+
+    Each rank sums one piece of the vector, and each element in rank order, so both ways give the same bits.
 
     A step consists of `offer`, an exchange of the channel, `add_up`, another exchange, and `gather`. The ranks may
     share the arrays: a rank may write to `targets` between the exchange after `add_up` and `gather`, and

@@ -1,4 +1,4 @@
-"""Options of `Threshold` as one value."""
+"""Options of `Threshold` as one value, and its warm-up: in the first steps a residual's delay harms most."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
