@@ -52,8 +52,8 @@ def surround(model: keras.Model, around: Callable[[Structure], AbstractContextMa
 class KeptTrace:
     """Training function of a fit that has ended, in the place of the model's own one.
 
-    So the next fit need not trace again. TensorFlow never frees the inner graph of a traced Keras step, so a script that
-    calls `fit` in a loop would lose memory with every trace, and wait for it.
+    So the next fit need not trace again. TensorFlow never frees the inner graph of a traced Keras step, so a script
+    that calls `fit` in a loop would lose memory with every trace, and wait for it.
 
     Keras calls it in a fit without `Distribute`, and then it makes the model's own function, which trains alone.
     `Model.compile` replaces it, as it does any training function.
