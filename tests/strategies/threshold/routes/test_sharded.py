@@ -229,7 +229,7 @@ def test_auto_takes_what_costs_less(workers, density, latency, bandwidth, kind, 
     assert ("sharded" in prediction.note) == (kind == "sharded")
     if workers > 8:
         return
-    monkeypatch.setattr("hvdx.strategies.threshold.strategy.probe", lambda channel: Link(latency, bandwidth))
+    monkeypatch.setattr("hvdx.strategies.threshold.opening.probe", lambda channel: Link(latency, bandwidth))
     specs = [TensorSpec("w", (5_000_000,), 4)]
     opened = on_all(workers, lambda comm: type(strategy.open(comm, specs).route).__name__)
     assert set(opened) == {"ShardedRoute" if kind == "sharded" else "AllGatherRoute"}
