@@ -261,7 +261,8 @@ def losses(document: Row) -> list[Row]:
     found = []
     for runs in groups(document, "strategy"):
         curves = list(zip(*(run["accuracy"] for run in runs), strict=True))
-        row = {"ratio": 1 / fmean(run["ratio"] for run in runs), "end": ranged(curves[-1], fmean) if len(runs) > 1 else curves[-1][0]}
+        end = ranged(curves[-1], fmean) if len(runs) > 1 else curves[-1][0]
+        row = {"ratio": 1 / fmean(run["ratio"] for run in runs), "end": end}
         found.append(row | {f"loss {index}": fmean(losses) for index, losses in enumerate(curves)})
     return found
 
@@ -542,7 +543,10 @@ EXEMPT = {
     ("decentralised.md", "strategy | ms a step | loss after 0.65 s | after 200 steps"): (
         "the command below the table makes it in seconds, on virtual clocks; ADR 43 has it"
     ),
-    ("decentralised.md", "learning rate | all-reduce | `Threshold()`, one host | `Threshold()`, 100 Mbit/s"): "its commands stand below it, a minute each",
+    (
+        "decentralised.md",
+        "learning rate | all-reduce | `Threshold()`, one host | `Threshold()`, 100 Mbit/s",
+    ): "its commands stand below it, a minute each",
     (
         "decentralised.md",
         "strategy | bytes of all-reduce | test accuracy, %",
