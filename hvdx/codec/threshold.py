@@ -253,10 +253,12 @@ class Threshold(Codec[ThresholdState]):
             raise ValueError(_USED_UP)
         # An interruption from here on leaves a residual that is partly updated. Only a refusal takes the whole update
         # back, so only a refusal releases the state.
-        if "residual" not in state.scratch:
-            state.scratch["residual"] = device.locate([state.residual], "residual", True)
+        if "workspace" not in state.scratch:
             state.scratch["workspace"] = device.workspace(state.residual.size, self.part or 0)
-        step = _Step(device, located, state.scratch["residual"], state)
+        kept = state.scratch.get("residual")
+        if kept is None or kept.arrays[0] is not state.residual:
+            kept = state.scratch["residual"] = device.locate([state.residual], "residual", True)
+        step = _Step(device, located, kept, state)
         tau, ahead = self._measured(step, lookahead, least)
         try:
             message, after = self._encode(step, tau, ahead)

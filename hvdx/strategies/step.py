@@ -9,7 +9,7 @@ another exchange. If one rank has NaN, all ranks skip the step, and their residu
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -274,7 +274,7 @@ class MessageExchange(HostExchange):
         self._comm, self._per_message = comm, ranks_per_message
         self.network = network
         # Result of a step.
-        self._flat: Any = aligned(self._n if self._device is None else 0)
+        self._flat = aligned(self._n if self._device is None else 0)
         self._out: Sequence[Array] = [] if self._device is not None else views(self._flat, specs)
         # Arrays that are set to the result on the host.
         self._results = list(results) if results is not None else [self._flat]
