@@ -7,9 +7,7 @@ are not used. Their default threading layer ends the process if two Python threa
 training step overlaps with an exchange.
 """
 
-import itertools
 import mmap
-import operator
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -46,7 +44,6 @@ _BUFFER, _PER_BYTE = 1 << 17, 64
 _CACHED = 1 << 19
 #: Bytes below which a message comes from the allocator, and not from mmap.
 _SMALL = 1 << 20
-_LENGTHS, _TAUS = operator.attrgetter("lengths"), operator.attrgetter("taus")
 # Threads by process and number.
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
@@ -184,7 +181,7 @@ def encode(
         return filled
 
     shares = spread(encode_share, len(work.borders) - 1, threads)
-    filled = [*itertools.chain.from_iterable(shares)]
+    filled = [buffer for share in shares for buffer in share]
     del shares
     tiles = _join(filled, work, rice, header)
     if any(place[enc.FAULT] for place in work.places):
@@ -382,12 +379,11 @@ def decode(
     """
     arrays = locate(out, "out", writable=True)
     n, where, threads = arrays.size, whole_pieces(arrays), threads or default_threads()
-    all_runs, prepared = [], []
-    for _, runs in messages:
-        all_runs.append(check_runs(runs, n, "out"))
-    for i, (message, _) in enumerate(messages):
+    checked = [(message, check_runs(runs, n, "out")) for message, runs in messages]
+    prepared = []
+    for i, (message, runs) in enumerate(checked):
         try:
-            prepared.append((message, table(message, n), all_runs[i]))
+            prepared.append((message, table(message, n), runs))
         except Malformed as error:
             raise Malformed(str(error), i) from None
     if not clear:
@@ -435,8 +431,7 @@ def _joined(
     messages: list[tuple[UInt8Array, Int64Array, Runs]],
 ) -> tuple[Int64Array, Int64Array, Int64Array, Float32Array]:
     """Return the tables of messages for `dec.add_messages`: messages, tiles, ends and taus of runs."""
-    tables, runs = [*map(operator.itemgetter(1), messages)], [*map(operator.itemgetter(2), messages)]
-    counts = np.array([[*map(len, tables)], [*map(len, map(_TAUS, runs))]], np.int64).T
+    counts = np.array([(len(rows), len(runs.taus)) for _, rows, runs in messages], np.int64).reshape(-1, 2)
     ends = counts.cumsum(0)
     heads = np.empty((len(messages), 5), np.int64)
     for i, (message, _, _) in enumerate(messages):
@@ -445,9 +440,9 @@ def _joined(
     heads[:, dec.RUN] = ends[:, 1] - counts[:, 1]
     return (
         heads,
-        np.concatenate([np.empty((0, 6), np.int64), *tables]),
-        np.concatenate([np.empty(0, np.int64), *map(np.cumsum, map(_LENGTHS, runs))]),
-        np.concatenate([np.empty(0, np.float32), *map(_TAUS, runs)]),
+        np.concatenate([np.empty((0, 6), np.int64), *(rows for _, rows, _ in messages)]),
+        np.concatenate([np.empty(0, np.int64), *(np.cumsum(runs.lengths) for _, _, runs in messages)]),
+        np.concatenate([np.empty(0, np.float32), *(runs.taus for _, _, runs in messages)]),
     )
 
 

@@ -66,7 +66,7 @@ def _check_total(total: int, what: str) -> int:
 
 
 def locate(arrays: Sequence[Float32Array] | Located, what: str, writable: bool = False) -> Located:
-    """Return arrays with their sizes and addresses, found once; a value that was located before is returned as it is.
+    """Return the sizes and addresses of arrays, with the arrays; a `Located` is returned unchanged.
 
     Arguments and errors are those of `check_arrays`. Compiled code reads the headers of the arrays, so thousands of
     arrays take hardly more time than one.

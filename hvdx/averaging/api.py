@@ -341,7 +341,6 @@ def average_weights(models: Sequence[Any], weights: Sequence[float] | None = Non
         >>> [a.tolist() for a in average_weights([[np.zeros(2)], [np.ones(2)]], weights=[1, 3])]
         [[0.75, 0.75]]
     """
-
     networks = [InMemory(model, f"model {i}") for i, model in enumerate(models)]
     if not networks:
         raise AverageError("average_weights: expected one model or more, got none.")

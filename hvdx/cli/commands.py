@@ -7,7 +7,7 @@ class Command(NamedTuple):
     """One sub-command. Its module, `hvdx.cli.NAME`, has `add_arguments(parser)`, `run(args)` and perhaps `DETAILS`.
 
     Attributes:
-        help: what it does, in words.
+        help: description of the command, for the list of all.
         example: a call of it.
     """
 

@@ -285,9 +285,7 @@ class Threshold(Codec[ThresholdState]):
         self.prepare()
         device = self._device if stream is None else self._device.on(stream)
         located = device.locate(out, "out", True)
-        bodies = []
-        for rank, message in enumerate(messages):
-            bodies.append(frame.unseal(message, *self._wire, rank))
+        bodies = [frame.unseal(message, *self._wire, rank) for rank, message in enumerate(messages)]
         try:
             device.decode(read_runs(bodies, located.size), scale, located, self.index_coding == "rice", clear=clear)
         except Malformed as error:

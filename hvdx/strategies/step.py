@@ -397,8 +397,7 @@ class MessageExchange(HostExchange):
             self._report_skipped(arrived.statuses, outgoing.step + steps - 1)
             return None
         self._skips = 0
-        ranks = self._comm.size * self._per_message
-        return 1.0 / ranks * self.encoder.correction(ranks)
+        return self.unsent_share
 
     def _report_skipped(self, statuses: np.ndarray, step: int) -> None:
         ranks = [self._comm.world_ranks[i] for i, status in enumerate(statuses) if status not in (FINE, ELSEWHERE)]
