@@ -60,12 +60,13 @@ MXNET_PYTHON ?= $(PYTHON)
 MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks kernels demo test test-quick check docs wheel release first-training container mutants scripts matrix nightly deaths fuzz gpu fmt clean
+.PHONY: help venv frameworks kernels demo test test-all test-quick check docs wheel release first-training container mutants scripts matrix nightly deaths fuzz gpu fmt clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo        train on $(WORKERS) workers of this machine (prepares .venv first: minutes once, then seconds)'
-	@echo 'make test        run all tests (the first time it installs PyTorch and MXNet, which only tests need)'
+	@echo 'make test        run the tests that a change has to pass (the first time it installs PyTorch and MXNet for them)'
+	@echo 'make test-all    run all tests: 4 ranks, Slurm, benchmarks and simulated GPUs too'
 	@echo 'make test-quick  the tests to run after each edit: every room, one job on 2 ranks'
 	@echo 'make check       lint, formatting, types, the rules about the sources; writes nothing'
 	@echo 'make docs        build the pages as a site, site/index.html; a broken link fails (prepares .venv-docs first)'
@@ -115,15 +116,16 @@ AT_ONCE = -n 2 --dist loadfile
 
 # Without bytecode files each process of a test would compile hvdx again, for a quarter of a second, and each worker of
 # pytest the tests.
-test: export PYTHONDONTWRITEBYTECODE =
+test test-all: export PYTHONDONTWRITEBYTECODE =
+test-all: MORE = --all
 # A part that fails does not keep the others from running; the last line names the parts that have failed.
-test: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
+test test-all: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
 	@failed=; \
 	part() { name=$$1; shift; echo "$$*"; "$$@" || failed="$$failed; $$name"; }; \
 	part 'the tests in one process' \
-	    $(PYTEST) $(AT_ONCE) --no-loadscope-reorder $(addprefix --ignore=,$(STARTS) $(ALONE)) tests/kernels tests; \
-	part 'the tests that start processes' $(PYTEST) $(AT_ONCE) --no-loadscope-reorder $(STARTS); \
-	part 'the tests that run alone' $(PYTEST) $(ALONE); \
+	    $(PYTEST) $(MORE) $(AT_ONCE) --no-loadscope-reorder $(addprefix --ignore=,$(STARTS) $(ALONE)) tests/kernels tests; \
+	part 'the tests that start processes' $(PYTEST) $(MORE) $(AT_ONCE) --no-loadscope-reorder $(STARTS); \
+	part 'the tests that run alone' $(PYTEST) $(MORE) $(ALONE); \
 	[ -z "$$failed" ] || { echo "hvdx: failed: $${failed#; }" >&2; exit 1; }
 
 test-quick: kernels

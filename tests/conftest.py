@@ -10,6 +10,20 @@ from tests.quick_start import sitecustomize  # noqa: F401
 _CALL_KERNELS = ("kernels", "codec", "strategies", "jobs")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run tests marked `long` too, and in tests/ranks all cases")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --all, deselect long tests, unless they are named by their ids."""
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
 @pytest.fixture(autouse=True)
 def root_logger():
     """Remove handlers that libraries have given the root logger; they would take the lines of hvdx in later tests."""

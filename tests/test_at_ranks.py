@@ -12,9 +12,12 @@ LIMIT = {2: 1800, 4: 1800}
 LEAST = {2: 300, 4: 70}
 
 
-@pytest.mark.parametrize("ranks", sorted(LIMIT))
-def test_folder_passes_at(ranks):
-    done = run(ranks, ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "tests/ranks"], LIMIT[ranks])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_folder_passes_at(ranks, request):
+    more = ["--all"] if request.config.getoption("--all") else []
+    done = run(
+        ranks, ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *more, "tests/ranks"], LIMIT[ranks]
+    )
     passed = re.findall(r"(\d+) passed", done.out)
     print(done.out[-4000:])
     assert done.code == 0, f"exit status {done.code}"

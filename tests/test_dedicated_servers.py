@@ -89,6 +89,7 @@ print("WORKER", hvdx.rank(), hvdx.size(), steps, float(sum(np.abs(w).sum() for w
     assert not [line for line in others if "hvdx" in line or "Error" in line or "Traceback" in line], done
 
 
+@pytest.mark.long
 def test_two_servers_hold_a_half_each_and_workers_can_still_call_collectives():
     code = """
 hvdx.init(strategy="parameter_server:servers=2,staleness=bound,max_staleness=0,aggregate=2")
@@ -184,6 +185,7 @@ train(hvd.Distribute(), Hook(3, hang))
     fails(ranks, code, "ExchangeError", f"the servers wait for worker {rank}", env={"HVDX_TIMEOUT": "5"})
 
 
+@pytest.mark.long
 def test_worker_that_hangs_before_its_first_step_is_named():
     code = """
 hvdx.init(strategy="parameter_server:servers=colocated")
@@ -232,6 +234,7 @@ print("DONE", np.isfinite(model.get_weights()[0]).all(), flush=True)
     assert "DONE True" in done.out, done
 
 
+@pytest.mark.long
 def test_first_worker_that_ends_early_makes_the_others_time_out():
     code = f"""
 hvdx.init(strategy="parameter_server:servers=1")
@@ -307,6 +310,7 @@ if comm.rank == 0:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "servers"), [(4, "colocated:2"), (5, "1"), (6, "2")])
 def test_thousands_of_updates_with_random_delays_count_once_each(ranks, servers):
     spelling = f"parameter_server:servers={servers}"
@@ -327,6 +331,7 @@ IDLE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", IDLE)
 def test_unused_server_ends_with_the_job(what):
     ranks, code = IDLE[what]

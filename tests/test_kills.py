@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 
+import pytest
+
 from hvdx.cli.common.mpi_tools import mpirun_command
 from hvdx.cli.common.processes import process_group
 from hvdx.keras.checkpoint.files import Arrays
@@ -91,6 +93,7 @@ def kill_one(folder, rank):
     return "".join(said)
 
 
+@pytest.mark.long
 def test_each_rank_in_turn_is_killed_and_every_resume_works(tmp_path):
     folder, newest = tmp_path / "ckpt", (0, 0)
     for kill in range(KILLS):

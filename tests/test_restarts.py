@@ -5,6 +5,8 @@
 import re
 import sys
 
+import pytest
+
 from tests import warm
 from tests.launch import environment, run, run_command
 
@@ -45,6 +47,7 @@ def weights(done):
     return found
 
 
+@pytest.mark.long
 def test_job_with_a_killed_rank_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
     program = [*warm.command(environment()), "-c", SCRIPT]
     folder = tmp_path / "ckpt"

@@ -96,6 +96,7 @@ def test_new_processes_resume_bit_for_bit(tmp_path, straight):
     assert_went_on(train(tmp_path, "two", 2, 4, seed=5), straight)
 
 
+@pytest.mark.long
 def test_momenta_under_weight_averaging_resume_bit_for_bit(tmp_path):
     strategy = {"STRATEGY": "parameter_averaging:period=5,average_optimizer=false"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -110,6 +111,7 @@ def test_momenta_under_weight_averaging_resume_bit_for_bit(tmp_path):
             assert mine[name] == expected[name], name
 
 
+@pytest.mark.long
 def test_fewer_and_more_processes_keep_the_residual(tmp_path):
     four = train(tmp_path, "four", 4, 1)
     two = train(tmp_path, "two", 2, 2, seed=1)

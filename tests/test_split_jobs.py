@@ -132,12 +132,14 @@ print("TRAINED", flush=True)
 """
 
 
+@pytest.mark.long
 def test_process_sets_of_horovod_combine_parts():
     done = run(4, ["-c", STRATEGIES + HOROVOD], timeout=2 * LIMIT, env={"HVDX_STRATEGY": "all_reduce"})
     assert done.code == 0, done
     assert done.out.count("TRAINED") == 4, done
 
 
+@pytest.mark.long
 def test_dedicated_servers_hold_parts():
     code = STRATEGIES + SERVERS.format(servers=2)
     done = run(6, ["-c", code], timeout=2 * LIMIT, env={"HVDX_STRATEGY": "parameter_server:servers=2"})

@@ -74,6 +74,7 @@ def test_rank_that_sleeps_is_named_by_one_of_the_others():
     assert len(stalls(done)) <= 2, done
 
 
+@pytest.mark.long
 def test_rank_0_that_sleeps_is_named_too():
     done = stall(3, BARE + "time.sleep(5 * (rank == 0))\ngather()")
     assert done.code == 0, done
@@ -138,6 +139,7 @@ def test_ranks_in_different_collectives_are_distinguished():
     assert f"rank 1 ({HOST}): waits in the flags" in done.out, done
 
 
+@pytest.mark.long
 def test_rank_that_has_left_is_named():
     done = stall(2, BARE + "if rank == 0: gather()", HVDX_TIMEOUT="6")
     assert done.code not in (None, 0), done
@@ -164,6 +166,7 @@ time.sleep(rank)    # they leave one after the other
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [1, 0])
 def test_healthy_job_says_nothing(seconds):
     done = stall(3, BARE + HEALTHY, seconds=seconds)
@@ -189,6 +192,7 @@ comm.all_gather_object(0, "the updates")
     assert f"rank 2 ({HOST}): serves the others" in late, done
 
 
+@pytest.mark.long
 def test_rejoined_world_is_watched():
     code = "world.stop()\ncomm = world.start()\ngather()\ntime.sleep(4 * (rank == 1))\ngather()"
     done = stall(2, BARE + code)

@@ -40,6 +40,7 @@ def verdict(here, strategy="all_reduce:engine=mpi", code=0, out="", **lines):
     return judge(Script(FOLDER / "x.py", "x", **lines), strategy, Run(code, out), here, seen(ranks=1), 2)
 
 
+@pytest.mark.long
 def test_honest_script_equals_one_process():
     cells = attempt(read(FOLDER / "mlp.py"), ["all_reduce:engine=mpi"])
     assert [cell.verdict for cell in cells] == ["trains", "equal"], cells

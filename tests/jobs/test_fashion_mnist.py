@@ -47,6 +47,7 @@ def test_three_epochs_leave_identical_weights(ranks, network, tmp_path):
     assert run(1, ["-c", alone, str(model)]).out.strip().endswith("sgd False")
 
 
+@pytest.mark.long
 def test_four_workers_follow_the_curve_of_one_process(tmp_path, record_property):
     curves = {}
     for ranks, batch in ((1, 64), (4, 16)):

@@ -61,6 +61,7 @@ def test_horovod_script_learns_and_keeps_ranks_equal(ranks, tmp_path):
     assert len(list(tmp_path.iterdir())) == 5
 
 
+@pytest.mark.long
 def test_linear_regression_under_horovodrun_with_uneven_shares():
     mpi = find_mpi()
     horovodrun = Path(sys.executable).with_name("horovodrun")

@@ -30,6 +30,7 @@ def train(ranks, folder, *options):
     return done.out, json.loads(file.read_text())
 
 
+@pytest.mark.long
 def test_two_workers_and_split_layers_have_the_losses_of_one_process(tmp_path):
     out, alone = train(1, tmp_path)
     assert re.search(r"text: \d+ files, 20,000 characters; \d+ files, [\d,]+ characters held out", out)
@@ -67,6 +68,7 @@ for strategy in sys.argv[1].split():
 """
 
 
+@pytest.mark.long
 def test_every_strategy_trains_and_leaves_identical_weights():
     options = [*TINY, "--steps", "2", "--epochs", "1", "--batch", "2", "--held-out", "4", "--quiet", "--digest"]
     done = run(2, ["-c", EVERY, " ".join(STRATEGIES), *options])

@@ -17,6 +17,7 @@ MAIN = "jobs/fashion_mnist.py"
 CURVE_TOLERANCE = 5e-5
 
 
+@pytest.mark.long
 def test_synchronous_main_job_has_the_loss_curve_of_all_reduce(tmp_path):
     synchronous = [
         f"parameter_server:servers={s},staleness=bound,max_staleness=0,aggregate=4"
@@ -47,6 +48,7 @@ def test_main_job_shows_how_stale_updates_were():
     assert re.search(r"staleness of this worker's updates\n1(-\d+)? +\d+ +#", done.out)
 
 
+@pytest.mark.long
 def test_slow_worker_delays_synchronous_workers_only(tmp_path):
     figures = tmp_path / "staleness.json"
     small = ["--workers", "2", "--data", "digits", "--hidden", "32", "--steps", "40", "--target", "30", "--pause", "5"]
@@ -69,6 +71,7 @@ def test_slow_worker_delays_synchronous_workers_only(tmp_path):
     assert "2 workers, one of them 10 times slower" in done.out
 
 
+@pytest.mark.long
 @pytest.mark.skipif(obstacle() is not None, reason=f"no emulated hosts here: {obstacle()}")
 def test_servers_are_timed_between_emulated_hosts(tmp_path):
     figures = tmp_path / "servers.json"

@@ -216,6 +216,7 @@ print(json.dumps([cpu.prepare(kernels_folder()).outcome, {n: m for n, m in made.
 """
 
 
+@pytest.mark.long
 def test_16_processes_at_once_on_an_empty_folder_all_work_and_one_compiles(tmp_path):
     # These processes have already imported Numba, so all reach the folder at the same time.
     python = warm.command(environment())

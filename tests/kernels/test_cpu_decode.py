@@ -282,6 +282,7 @@ for clear in (False, True):
 """
 
 
+@pytest.mark.long
 def test_memory_of_the_decoder_is_not_freed_while_it_works():
     """glibc overwrites what is freed, so that a use of it shows."""
     subprocess.run([sys.executable, "-c", _IN_FREED_MEMORY], env=os.environ | {"MALLOC_PERTURB_": "165"}, check=True)

@@ -13,6 +13,8 @@ from numba import cuda
 
 from hvdx.kernels import cuda as kernels
 
+pytestmark = pytest.mark.long
+
 #: Bytes of shared memory that a block has by default.
 SHARED = 48 * 1024
 

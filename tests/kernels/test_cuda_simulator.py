@@ -25,6 +25,7 @@ SMALL = Layout(region=128, tile_max=24, tile_min=8, group=12, group_regions=3)
 LONG = Layout(region=8192, tile_max=400, tile_min=100, group=300, group_regions=4)
 
 
+@pytest.mark.long
 def test_kernels_match_the_reference_in_the_simulator():
     """Run TestSimulator in a process with the simulator."""
     check_in_simulator(__file__, TIME_LIMIT)

@@ -16,6 +16,8 @@ from hvdx.kernels.tiles import Malformed
 from tests import fuzz_wire
 from tests.kernels.mutations import corpus, headers, mutate
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 #: Number of messages, and limit in seconds. One core of a busy machine needs about a quarter of the limit.
 CASES, TIME_LIMIT = 24_000, 240

@@ -1,7 +1,7 @@
 """Setup of tests that pass at any number of ranks: `pytest tests/ranks`, `mpirun -n 4 pytest tests/ranks`.
 
 `@pytest.mark.sizes` lists the numbers of ranks at which a test runs; without it, a test runs on 2. On 1 rank the first
-case of a parametrised test runs, on 2 ranks all cases, on more the first and the last.
+case of a parametrised test runs, on more the first and the last; with --all, all cases on 2 ranks.
 Functions run eagerly, because tracing takes most of a short training's time. The first case of a test marked `graph` is
 traced, as users' functions are, on 2 ranks or if the test is named by its id. A test marked `graph(every=True)` is
 traced in all cases and on any number of ranks, and `--traced` traces all tests. The jobs of tests/test_exits.py and
@@ -36,18 +36,33 @@ def pytest_collection_modifyitems(config, items):
         cases.setdefault((item.path, item.function), []).append(item)
     for item in here:
         first, last = cases[item.path, item.function][0], cases[item.path, item.function][-1]
-        cases_at = {1: [first], 2: [item], 3: [first, last], 4: [first, last]}
+        cases_at = {1: [first], 2: [item] if config.getoption("--all") else [first, last]}
         graph = item.get_closest_marker("graph")
         item.traced = config.getoption("--traced") or (
             graph is not None and ((item is first and (size == 2 or named)) or graph.kwargs.get("every", False))
         )
         marker = item.get_closest_marker("sizes")
         sizes = marker.args if marker else (2,)
-        item.runs = named or ((size if size <= 2 else 4) in sizes and item in cases_at[min(size, 4)])
+        item.runs = named or ((size if size <= 2 else 4) in sizes and item in cases_at.get(size, [first, last]))
     left_out = [item for item in here if not item.runs]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def calm_data():
+    """Let the iterators of tf.data run without the thread that tunes them.
+
+    Each iterator waits for that thread when it is deleted. If the garbage collector deletes those of a hundred tests
+    at once, the other ranks wait for up to 20 s, and the whole folder takes twice as long.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    iterate = tf.data.Dataset.__iter__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tf.data.Dataset, "__iter__", lambda dataset: iterate(dataset.with_options(options)))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

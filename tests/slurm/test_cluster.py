@@ -13,6 +13,8 @@ from tests.slurm.cluster import CPUS, NODES, Cluster, ClusterError, obstacle
 
 WHO = """
 from mpi4py import MPI
+
+pytestmark = pytest.mark.long
 world = MPI.COMM_WORLD
 print("rank", world.rank, "of", world.size, "on", MPI.Get_processor_name(), "sum", world.allreduce(world.rank + 1))
 """

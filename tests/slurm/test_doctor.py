@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 HVDX = [sys.executable, "-m", "hvdx"]
 DOCTOR = [*HVDX, "doctor", "--batch", "--json"]
 

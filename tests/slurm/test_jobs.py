@@ -10,6 +10,8 @@ import pytest
 from hvdx.cli.main import main
 from tests.launch import run
 
+pytestmark = pytest.mark.long
+
 SCRIPT = str(Path(__file__).with_name("train_digits.py"))
 RANKS, EPOCHS, STEPS_AN_EPOCH = 2, 14, 11
 # Settings for quiet ranks.

@@ -67,6 +67,7 @@ def on_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "launch", launch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_benchmark_writes_figures_and_prints_a_table(name, on_this_machine, tmp_path, monkeypatch, capsys):
     words, attributes = BENCHMARKS[name]

@@ -41,6 +41,7 @@ print("DONE")
 """
 
 
+@pytest.mark.long
 def test_training_on_a_gpu_has_the_weights_of_the_host():
     if importlib.util.find_spec("numba_cuda") is None:
         pytest.skip("numba-cuda is not installed: pip install 'hvdx[cuda]'")

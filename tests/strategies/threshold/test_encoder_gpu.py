@@ -34,6 +34,7 @@ OPTIONS = {
 THERE = devices.simulated() or shutil.which("nvidia-smi") is not None
 
 
+@pytest.mark.long
 def test_exchange_on_a_gpu_in_the_simulator():
     """Run TestOnGpu in a process with the simulator."""
     check_in_simulator(__file__, TIME_LIMIT)
