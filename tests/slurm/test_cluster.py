@@ -11,10 +11,10 @@ from hvdx.cli.common.processes import run
 from tests.slurm import cluster as cluster_module
 from tests.slurm.cluster import CPUS, NODES, Cluster, ClusterError, obstacle
 
+pytestmark = pytest.mark.long
+
 WHO = """
 from mpi4py import MPI
-
-pytestmark = pytest.mark.long
 world = MPI.COMM_WORLD
 print("rank", world.rank, "of", world.size, "on", MPI.Get_processor_name(), "sum", world.allreduce(world.rank + 1))
 """
