@@ -205,7 +205,7 @@ fuzz: $(INSTALLED)
 # GPU_PYTHON may be a Python without TensorFlow, in which hvdx is not installed.
 gpu: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu: $(if $(findstring $(BIN),$(GPU_PYTHON)),$(INSTALLED))
-	$(GPU_PYTHON) -m pytest tests/kernels/test_cuda_gpu.py tests/strategies/threshold/test_encoder_gpu.py \
+	$(GPU_PYTHON) -m pytest --all tests/kernels/test_cuda_gpu.py tests/strategies/threshold/test_encoder_gpu.py \
 		tests/keras/adapters/test_host_gpu_at_ranks.py
 	$(GPU_PYTHON) jobs/benchmarks/gpu.py --json docs/benchmarks/gpu.json
 

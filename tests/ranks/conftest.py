@@ -36,14 +36,14 @@ def pytest_collection_modifyitems(config, items):
         cases.setdefault((item.path, item.function), []).append(item)
     for item in here:
         first, last = cases[item.path, item.function][0], cases[item.path, item.function][-1]
-        cases_at = {1: [first], 2: [item] if config.getoption("--all") else [first, last]}
+        chosen = item is first or (item is last and size > 1) or (size == 2 and config.getoption("--all"))
         graph = item.get_closest_marker("graph")
         item.traced = config.getoption("--traced") or (
             graph is not None and ((item is first and (size == 2 or named)) or graph.kwargs.get("every", False))
         )
         marker = item.get_closest_marker("sizes")
         sizes = marker.args if marker else (2,)
-        item.runs = named or ((size if size <= 2 else 4) in sizes and item in cases_at.get(size, [first, last]))
+        item.runs = named or ((size if size <= 2 else 4) in sizes and chosen)
     left_out = [item for item in here if not item.runs]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
