@@ -1,6 +1,6 @@
 """`hvdx run --max-restarts --checkpoint`: a rank is killed, and the job ends with the weights of an undisturbed one."""
 
-# Tests: hvdx/keras/fit/saving.py, hvdx/comm/supervision.py
+# Tests: hvdx/keras/saving.py, hvdx/comm/supervision.py
 
 import re
 import sys

@@ -1,6 +1,6 @@
 """`hvdx run --survive`: workers die in trainings, and the others end them with equal weights, also with spares."""
 
-# Tests: hvdx/comm/surviving.py, hvdx/comm/spares.py, hvdx/keras/fit/distribute.py, hvdx/keras/fit/replacing.py
+# Tests: hvdx/comm/surviving.py, hvdx/comm/spares.py, hvdx/keras/distribute.py, hvdx/keras/survival.py
 # Tests: hvdx/keras/checkpoint/writer.py, hvdx/keras/checkpoint/restoring.py, hvdx/comm/mpi_mailbox.py
 # Tests: hvdx/strategies/serving/step_client.py, hvdx/strategies/serving/worker_sessions.py
 

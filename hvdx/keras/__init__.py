@@ -6,8 +6,8 @@ from hvdx.keras import backend, callbacks, layers  # noqa: F401  backend is firs
 from hvdx.keras.adapters.optimizer import count_samples
 from hvdx.keras.checkpoint import Checkpoint
 from hvdx.keras.costs import summary
+from hvdx.keras.distribute import Distribute
 from hvdx.keras.fit.data import shard
-from hvdx.keras.fit.distribute import Distribute
 from hvdx.keras.gathering import gather
 from hvdx.keras.horovod.api import (
     Adasum,

@@ -459,7 +459,7 @@ def _victim(deaths: list[list[Any]], me: int, folder: Path) -> Any:
 
     from hvdx.comm.surviving import SurvivingComm
     from hvdx.keras.checkpoint.writer import Writer
-    from hvdx.keras.fit.distribute import Distribute
+    from hvdx.keras.distribute import Distribute
 
     mine = {(epoch, place): (number, kind) for number, (rank, epoch, place, kind) in enumerate(deaths) if rank == me}
 

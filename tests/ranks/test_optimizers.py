@@ -1,6 +1,6 @@
 """Training on N ranks with batches of b equals training on one rank with batches of N*b."""
 
-# Tests: hvdx/keras/adapters/graph.py, hvdx/keras/fit/distribute.py
+# Tests: hvdx/keras/adapters/graph.py, hvdx/keras/distribute.py
 
 import functools
 

@@ -1,6 +1,6 @@
 """Weights without a gradient that belong to a rank, or that count over all ranks; values that a train_step returns."""
 
-# Tests: hvdx/keras/adapters/rank_local.py, hvdx/keras/fit/distribute.py, hvdx/keras/fit/state.py
+# Tests: hvdx/keras/adapters/rank_local.py, hvdx/keras/distribute.py, hvdx/keras/fit/state.py
 
 import keras
 import numpy as np

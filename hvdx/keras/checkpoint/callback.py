@@ -17,12 +17,11 @@ from hvdx.comm import Comm
 from hvdx.comm.preemption import REQUEUE_CODE, PreemptionListener, acknowledge
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
-from hvdx.keras.checkpoint import restoring
 from hvdx.keras.checkpoint.contents import Data, random_states, set_random_states, snapshot
 from hvdx.keras.checkpoint.folder import Folder, Position, positions_in
 from hvdx.keras.checkpoint.restoring import Restored, restore_newest
 from hvdx.keras.checkpoint.writer import Writer, wait_for_all
-from hvdx.keras.fit import callback_list, data, replacing, saving, state
+from hvdx.keras.fit import callback_list, data, state
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.sync_callback import SyncCallback
@@ -491,7 +490,3 @@ class Checkpoint(Part):
         PreemptionListener.ignore()
         acknowledge()
         raise SystemExit(REQUEUE_CODE)
-
-
-saving.use(Checkpoint)
-replacing.use(restoring.give_state)

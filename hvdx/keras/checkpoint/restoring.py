@@ -2,17 +2,17 @@
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm, supervision
-from hvdx.errors import CheckpointError, ConfigError, ReplicaError
+from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.rank_local import accumulated, declared, rank_local_ids
@@ -29,13 +29,15 @@ from hvdx.keras.checkpoint.contents import (
 from hvdx.keras.checkpoint.files import Arrays, ArraysInMemory
 from hvdx.keras.checkpoint.folder import Folder, Position, Saved
 from hvdx.keras.checkpoint.parts import PREFIX, Division
-from hvdx.keras.fit import data, noise, replacing, replicas
+from hvdx.keras.fit import data, noise, replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.joining import join
 from hvdx.keras.seams.models import common_generator
 from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.log import Log
+
+T = TypeVar("T")
 
 _log = Log(__name__)
 
@@ -55,8 +57,29 @@ class _Received:
         return self._mine
 
 
+def first(comm: Comm, value: Callable[[], T], is_new: bool) -> T:
+    """Return a value of rank 0. Collective.
+
+    Args:
+        comm: the ranks.
+        value: called on rank 0; another rank, if that one dies.
+        is_new: whether this rank has no value yet.
+
+    Raises:
+        HvdxError: if rank 0 has none.
+    """
+
+    def work() -> T:
+        if comm.rank == 0 and is_new:
+            raise HvdxError("all ranks that had the state of the training have died.")
+        found = comm.all_gather_object([value()] if comm.rank == 0 else [], "the state of the training")
+        return found[0][0]
+
+    return comm.complete(work)
+
+
 def give_state(model: keras.Model, comm: Comm, attachment: Attachment, is_new: bool) -> None:
-    """Give ranks that have joined what a checkpoint of the first rank would restore; see `replacing.use`.
+    """Give ranks that have joined what a checkpoint of the first rank would restore. Collective.
 
     Their residuals are zero. All ranks open their exchanges anew, as after a restart.
     """
@@ -65,9 +88,9 @@ def give_state(model: keras.Model, comm: Comm, attachment: Attachment, is_new: b
         found = snapshot(model, comm, Data(data.state()[0]))
         return found.manifest | {"ranks": 1, "epoch": 0, "step": 0}, found.mine, list(found.shared)
 
-    manifest, mine, names = replacing.first(comm, content, is_new)
+    manifest, mine, names = first(comm, content, is_new)
     # One by one: they may be large.
-    shared = {name: replacing.first(comm, functools.partial(_value, model, name), is_new) for name in names}
+    shared = {name: first(comm, functools.partial(_value, model, name), is_new) for name in names}
     if is_new:
         loaded = LoadedCheckpoint(model, _Received(manifest, shared, mine), comm.world_ranks[comm.rank], comm.size)
         loaded.assign()

@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from hvdx.errors import ReplicaError
-from hvdx.keras.fit.distribute import Settings
+from hvdx.keras.distribute import Settings
 from hvdx.keras.fit.limits import parse
 from hvdx.keras.seams.models import initial_epoch
 

@@ -1,12 +1,12 @@
 """The checkpoint of `hvdx run --checkpoint` in a script that has none, and the report that training has begun."""
 
 import os
-from collections.abc import Callable
 
 import keras
 
 from hvdx.comm import Comm, supervision
 from hvdx.errors import ConfigError
+from hvdx.keras.checkpoint import Checkpoint
 from hvdx.keras.fit import callback_list
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.part import Part
@@ -18,20 +18,8 @@ VARIABLE = "HVDX_CHECKPOINT"
 EVERY_VARIABLE = "HVDX_CHECKPOINT_EVERY"
 _EVERY = "1 minute"
 
-# Makes a `Checkpoint` from a directory and an interval; see `use`.
-_make: Callable[[str, str], Part] | None = None
 # Fits of this process under `Distribute` that have begun. A script that starts again calls them in the same order.
 _fits = 0
-
-
-def use(make: Callable[[str, str], Part]) -> None:
-    """Set the class of the checkpoint; `hvdx.keras.checkpoint`, which imports this package, calls this function.
-
-    Args:
-        make: the class.
-    """
-    global _make
-    _make = make
 
 
 def fits() -> int:
@@ -68,13 +56,13 @@ class Saving(Part):
         folder = os.environ.get(VARIABLE)
         self._added = False
         self._saves = any(isinstance(c, Part) and c.saves for c in callbacks.callbacks)
-        if self._saves or not folder or _make is None:
+        if self._saves or not folder:
             return None
         if _fits:
             folder = os.path.join(folder, f"fit-{_fits + 1}")
         every = os.environ.get(EVERY_VARIABLE) or ("1 epoch" if self._attachment.strategy.asynchronous else _EVERY)
         try:
-            added = _make(folder, every)
+            added = Checkpoint(folder, every)
         except ConfigError as error:
             raise ConfigError(f"{EVERY_VARIABLE}={every}: {error}") from error
         callback_list.append(callbacks, added)

@@ -6,7 +6,7 @@ import pytest
 
 from hvdx.comm import LocalComm
 from hvdx.errors import ConfigError
-from hvdx.keras.fit.distribute import Limiting
+from hvdx.keras.distribute import Limiting
 from hvdx.keras.fit.limits import parse
 from hvdx.strategies import resolve
 from tests.strategies.virtual import on_all

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import keras
 
-from hvdx.comm import Comm, supervision
+from hvdx.comm import Comm
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.rank_local import Owner, declared, rank_local_ids
-from hvdx.keras.fit import callback_list, data, limits, replacing, replicas, saving
+from hvdx.keras.fit import callback_list, data, limits, replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.checks import Checks
 from hvdx.keras.fit.comparison import Comparison
@@ -22,16 +22,16 @@ from hvdx.keras.fit.metrics import EpochLogs
 from hvdx.keras.fit.noise import Noise
 from hvdx.keras.fit.part import Part, Parts
 from hvdx.keras.fit.plain_copies import PlainCopies
-from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.record import Record
 from hvdx.keras.fit.recording import Recording
-from hvdx.keras.fit.saving import Saving
 from hvdx.keras.fit.schedules import Schedules
 from hvdx.keras.fit.state import Declared, State
 from hvdx.keras.fit.sync_callback import SyncCallback
 from hvdx.keras.joining import join
+from hvdx.keras.saving import Saving
 from hvdx.keras.seams.frames import calling_list, running_fits
 from hvdx.keras.seams.models import initial_epoch, set_initial_epoch
+from hvdx.keras.survival import Survival
 from hvdx.keras.types import Logs
 from hvdx.log import Log
 from hvdx.report.counters import Counters
@@ -260,15 +260,8 @@ class Distribute(Parts):
             Limiting(comm, limit, counting, attachment, costs, written),  # the end at `HVDX_LIMIT`
         ]
         self.parts = self.called = [part for part in order if comm.size > 1 or part.alone]
-        self._muted: list[keras.callbacks.Callback] = []
-        self._in_steps = self._is_new = False
-        # Whether this was another rank than 0 before the last callbacks.
-        self._follows = False
-        self._list: keras.callbacks.CallbackList | None = None
-        # Recoveries after which the duties of rank 0, and the samples, have been distributed.
-        self._taken = self._dealt = comm.recoveries
-        # The last epoch that has ended, and its logs.
-        self._ended: tuple[int | None, dict[str, object] | None] = None, None
+        self._survival = Survival(comm, attachment, sync, self)
+        self._in_steps = False
 
     def __copy__(self) -> "Distribute":
         """Return a fresh callback with the same arguments: a fit leaves state, and the communicator has no copy."""
@@ -308,9 +301,8 @@ class Distribute(Parts):
         found = found if self._comm.size > 1 else None
         if found is not None:
             self._copies.serve(found.callbacks)
-            self._list = found
             callback_list.show_costs(found.callbacks, self._costs.numbers)
-            self._muted = callback_list.arrange(found, self, self._sync, EpochLogs, self._comm.rank)
+            self._survival.arrange(found, EpochLogs)
         if self._comm.size > 1:
             # Keras calls the hooks of `SyncCallback` if it is in the list.
             others = [part for part in self.parts if part is not self._sync]
@@ -320,9 +312,7 @@ class Distribute(Parts):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Begin a fit; `SyncCallback` lets the parts agree once all other callbacks have begun."""
-        callback_list.unmute(self._muted)
-        self._taken = self._dealt = self._comm.recoveries
-        self._ended = None, None
+        self._survival.begin()
         super().on_train_begin(logs)
         if self._comm.size == 1:
             self.agree([self.offer()])
@@ -330,68 +320,17 @@ class Distribute(Parts):
     def agree(self, offered: list[list[object]]) -> None:
         """Begin alike on all ranks; a spare waits here until it is a rank."""
         super().agree(offered)
-        if self._comm.waits:
-            if not self.model.built:
-                raise ConfigError(
-                    f"--spares: expected a model that is built, since a spare receives its weights before the first "
-                    f"step; got {self.model.name} without weights. Do: give it an Input, or call it on a batch "
-                    "before fit."
-                )
-            if not self._comm.wait(saving.fits()):
-                raise SystemExit(0)
-            self._is_new = True
-            self._give(None)
+        self._survival.wait()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._in_steps = True
-        self._replace(epoch)
-        self._deal()
-        # Rank 0 may have died in its callbacks at the end of the last epoch.
-        self._take_over(*self._ended)
+        self._survival.begin_epoch(epoch)
         super().on_epoch_begin(epoch, logs)
-        self._take_over(None)
+        self._survival.take_over(None)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         super().on_train_batch_end(batch, logs)
-        self._take_over(self._counting.epoch)
-
-    def _replace(self, epoch: int) -> None:
-        """Let spares take the places of ranks that died."""
-        if self._is_new:
-            self._is_new = False
-            # Keras has read it; the next fit has its own.
-            set_initial_epoch(self.model, None)
-        # The exchanges of a provisional strategy measure steps of the same ranks.
-        elif not self.strategy.provisional and self._comm.can_admit(saving.fits()):
-            for part in self._all_parts():
-                part.before_newcomers()
-            self._comm.admit()
-            self._give(epoch)
-
-    def _give(self, epoch: int | None) -> None:
-        callbacks = [] if self._list is None else self._list.callbacks
-        replacing.give(self.model, self._comm, self._attachment, self._all_parts(), callbacks, epoch)
-
-    def _all_parts(self) -> list[Part]:
-        """Return the parts of this callback, and those among the other callbacks, such as `Checkpoint`."""
-        others = [] if self._list is None else self._list.callbacks
-        return [*self.parts, *(c for c in others if isinstance(c, Part) and c is not self and c is not self._sync)]
-
-    def _deal(self) -> None:
-        """Deal the samples of the next pass among the ranks that are left."""
-        if self._dealt != self._comm.recoveries:
-            self._dealt = self._comm.recoveries
-            data.deal(self._comm.rank, self._comm.size)
-
-    def _take_over(self, epoch: int | None, ended: dict[str, object] | None = None) -> None:
-        """On the rank that has become rank 0, run the callbacks that write."""
-        if self._taken == self._comm.recoveries:
-            return
-        self._taken = self._comm.recoveries
-        if self._comm.rank == 0 and self._list is not None and self._muted:
-            muted, self._muted = self._muted, []
-            callback_list.revive(self, muted, self.model, epoch, ended)
-            callback_list.insert(self._list, self, muted)
+        self._survival.take_over(self._counting.epoch)
 
     def end_steps(self) -> None:
         """End the steps of an epoch, once."""
@@ -402,34 +341,21 @@ class Distribute(Parts):
     def on_test_begin(self, logs: Logs = None) -> None:
         """Begin a validation, with the same weights on all ranks."""
         self.end_steps()
-        self._deal()
+        self._survival.deal()
         super().on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """End an epoch: replace this rank's metrics by those of all ranks, and check the replicas."""
         self.end_steps()
         super().on_epoch_end(epoch, logs)
-        self._take_over(epoch)
-        self._ended = epoch, dict(logs or {})
+        self._survival.end_epoch(epoch, dict(logs or {}))
 
     def on_train_end(self, logs: Logs = None) -> None:
         """End a fit; the rank that has become rank 0 first does what is left of the last epoch."""
-        self._take_over(*self._ended)
+        self._survival.begin_end()
         super().on_train_end(logs)
-        if self._list is not None:
-            callback_list.show_no_costs([*self._list.callbacks, *self._muted])
-        self._follows = self._comm.rank > 0
+        self._survival.end()
 
     def end_fit(self, logs: Logs = None) -> None:
         """Where ranks may die, the rank that has become rank 0 runs the last callbacks again. Collective."""
-        if not self._comm.survives or self._list is None:
-            return
-        all_gather_at(self._comm, "the end of fit")
-        if self._comm.rank or not self._follows:
-            return
-        # Rank 0 has run its callbacks at the end of the last epoch. Keras is at the end of the list.
-        callback_list.revive(self, self._muted, self.model, self._ended[0])
-        for callback in self._muted:
-            callback.on_train_end(logs)
-        if any(map(callback_list.may_write, self._list.callbacks)):
-            supervision.report("unwritten")
+        self._survival.end_fit()

@@ -10,9 +10,8 @@ import pytest
 
 from hvdx.comm import LocalComm, supervision
 from hvdx.errors import ConfigError
-from hvdx.keras import Checkpoint, Distribute
-from hvdx.keras.fit import saving
-from hvdx.keras.fit.saving import Saving
+from hvdx.keras import Checkpoint, Distribute, saving
+from hvdx.keras.saving import Saving
 from hvdx.strategies import resolve
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import hvdx
 from hvdx.comm import world
 from hvdx.comm.spares import EchoComm
-from hvdx.keras import Distribute, joining
-from hvdx.keras.fit import replacing
+from hvdx.keras import Distribute, joining, survival
 from hvdx.keras.seams.models import set_initial_epoch
 
 
@@ -30,7 +29,7 @@ def test_next_fit_begins_with_its_own_first_epoch(monkeypatch):
     monkeypatch.setattr(world, "_graphs", {})
     monkeypatch.setattr(joining, "place", lambda comm: None)
     # The others are in their third epoch.
-    monkeypatch.setattr(replacing, "give", lambda model, *_: set_initial_epoch(model, 2))
+    monkeypatch.setattr(survival.Survival, "_give", lambda self, epoch: set_initial_epoch(self._leader.model, 2))
     begun = []
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

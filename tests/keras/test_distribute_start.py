@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hvdx.comm import LocalComm
+from hvdx.keras.distribute import Start
 from hvdx.keras.fit import replicas
-from hvdx.keras.fit.distribute import Start
 
 
 @pytest.fixture
