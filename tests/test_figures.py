@@ -150,11 +150,6 @@ def gpu(document: Row) -> list[Row]:
     return [*found.values()]
 
 
-def memory(document: Row) -> list[Row]:
-    first = document["rows"][0]["copies"]
-    return with_figures(document["rows"], above=lambda row: row["copies"] - first)
-
-
 def densities(document: Row) -> list[Row]:
     def network(row: Row) -> str:
         return f"{row['hosts']}, {LINKS[row['bandwidth']]}, {row['burst'].replace('kB', ' kB')}"
@@ -406,9 +401,13 @@ benchmarks/README.md gpu.json gpu
 density | a + b | encode | ratio | 1000 arrays | decode 16 | step | step through the host
 density | plain_ms | checked_ms | checked_to_plain | 1000 arrays_ms | decode_ms | on the GPU_ms | through the host_ms
 
-benchmarks/README.md memory.json memory
-strategy | MB at 7 MB | MB at 121 MB | copies of the weights | above AllReduce
-- | MB[0] | MB[1] | copies | above
+benchmarks/README.md memory.json rows
+1 GB of weights | start | steps | end of an epoch | more | first step, s | later steps, s
+strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s
+
+benchmarks/README.md memory-table.json rows
+table of 1 GB | start | steps | end of an epoch | more | first step, s | later steps, s
+strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s
 
 benchmarks/README.md density.json densities
 hosts, link, burst | alone ms | ms | ratio | density | its range | encoding | waiting | exchanging | decoding

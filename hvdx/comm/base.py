@@ -14,7 +14,6 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdx.comm.alignment import aligned
 from hvdx.comm.waiting import time_limit
 
 Wire = Literal["none", "fp16", "bf16"]
@@ -134,30 +133,26 @@ class Channel(abc.ABC):
         vector: np.ndarray,
         scale: float = 1.0,
         cast: Cast = np.ndarray.astype,
-    ) -> np.ndarray:
-        """Sum a vector over the ranks, each element in rank order.
+    ) -> None:
+        """Sum a vector over the ranks, in place, each element in rank order.
 
         Every rank sums one piece of the vector and sends the result to the others. Each rank sends 2 (N - 1) / N
         times the vector, as in a ring all-reduce.
 
         Args:
-            vector: contiguous floats[n], n and dtype the same on all ranks. Values are sent in this dtype and summed
-                in float32, or in float64 if that is the dtype.
+            vector: contiguous floats[n], n and dtype the same on all ranks; afterwards it holds the same bits on all
+                ranks. Values are sent in this dtype and summed in float32, or in float64 if that is the dtype.
             scale: factor on the sum, applied before rounding to the dtype of the vector.
             cast: function from an array and a dtype to a new array. NumPy casts small numbers to float16 a hundred
                 times more slowly than others.
 
-        Returns:
-            A new array of the same dtype[n], with the same bits on every rank.
-
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
-        result, bounds = aligned(vector.size, vector.dtype), np.arange(self.size + 1) * vector.size // self.size
+        bounds = np.arange(self.size + 1) * vector.size // self.size
         mine = np.empty(bounds[self.rank + 1] - bounds[self.rank], vector.dtype)
         add_in_order(list(self.scatter_pieces(vector, bounds)), mine, scale, cast)
-        self.gather_pieces(mine, bounds, result)
-        return result
+        self.gather_pieces(mine, bounds, vector)
 
     @abc.abstractmethod
     def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -248,7 +243,7 @@ def add_in_order(
 
     Args:
         addends: floats[n] or integers[n] each.
-        out: [n] of the same dtype.
+        out: [n] of the same dtype; it may be the first addend.
         scale: factor; 1 for integers.
         cast: see `Channel.sum_in_order`.
 

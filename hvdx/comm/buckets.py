@@ -55,12 +55,12 @@ class BucketThread:
         >>> thread.close()
     """
 
-    def __init__(self, sums: Callable[[Sequence[np.ndarray], float], list[np.ndarray]]):
+    def __init__(self, sums: Callable[[Sequence[np.ndarray], float], Sequence[np.ndarray]]):
         self._sums = sums
         self._changed = threading.Condition()
         self._given: dict[int, tuple[Sequence[np.ndarray], float]] = {}
         self._seen: set[int] = set()
-        self._done: list[list[np.ndarray]] = []
+        self._done: list[Sequence[np.ndarray]] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -89,7 +89,7 @@ class BucketThread:
                 self._thread.start()
             self._changed.notify_all()
 
-    def take(self, count: int) -> list[list[np.ndarray]]:
+    def take(self, count: int) -> list[Sequence[np.ndarray]]:
         """Wait for the sums of all buckets of a step, and return them in the order of their numbers.
 
         Args:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure, progress
-from hvdx.comm.alignment import is_aligned
+from hvdx.comm.alignment import aligned, is_aligned
 from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.buckets import BucketThread, fill
 from hvdx.comm.dense import DenseSums
@@ -111,20 +111,19 @@ class HostGraphComm(TensorComm):
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
         # faster than NumPy.
         sent = [tf.reshape(_narrow(t / before if before != 1.0 else t, how.wire), [-1]) for t in tensors]
-        dtypes = [t.dtype for t in sent]
         sizes = zip(how.sizes, sent, strict=True) if self._overlaps and how.sizes else ()
         buckets = fill([elements * t.dtype.size for elements, t in sizes])
-        marks = name if how.of_step and dtypes[0].is_floating else ""
+        marks = name if how.of_step and sent[0].dtype.is_floating else ""
         if len(buckets) > 1:
             received = in_order(lambda: self._sums_behind(sent, buckets, after, marks))
         else:
 
-            def sums(*vectors: np.ndarray) -> list[np.ndarray]:
-                found = self._sums(_marked(vectors, marks), after)
+            def sums(*vectors: np.ndarray) -> Sequence[np.ndarray]:
+                found = self._sums(_marked(_apart(vectors), marks), after)
                 self._check_marks(found[len(vectors) :], after)
                 return found[: len(vectors)]
 
-            received = on_host(sums, sent, dtypes, copy_results=False)
+            received = in_order(lambda: _call(sums, _owned(sent), [t.dtype for t in sent], copy_results=False))
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
     def _sums_behind(
@@ -134,8 +133,8 @@ class HostGraphComm(TensorComm):
 
         def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
             def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
-                last = number == len(buckets) - 1
-                self._behind.give(number, _marked(vectors, marks) if last else vectors, scale())
+                last, mine = number == len(buckets) - 1, _apart(vectors)
+                self._behind.give(number, _marked(mine, marks) if last else mine, scale())
                 return [np.int64(number)]
 
             return work
@@ -149,11 +148,10 @@ class HostGraphComm(TensorComm):
         # TensorFlow runs stateful operations one after another in program order, so those before `give`, such as the
         # adapter's clock, would delay it. A stateless one could be called while the graph is optimised if all its
         # inputs were constants, or left out if nobody read its result.
-        now = _sequence().read_value()
-        given = [
-            _call(give(number), [now, *(sent[i] for i in bucket)], [tf.int64], stateful=False)[0]
-            for number, bucket in enumerate(buckets)
-        ]
+        given = []
+        for number, bucket in enumerate(buckets):
+            mine = _owned([sent[i] for i in bucket])
+            given += _call(give(number), [_sequence().read_value(), *mine], [tf.int64], stateful=False)
         return _call(take, given, [t.dtype for t in sent], copy_results=False)
 
     def _check_marks(self, sums: Sequence[np.ndarray], scale: Callable[[], float]) -> None:
@@ -172,20 +170,18 @@ class HostGraphComm(TensorComm):
                     "hvdx.keras.combine(value), which is the same on all workers."
                 )
 
-    def _sums(self, vectors: Sequence[np.ndarray], scale: Callable[[], float]) -> list[np.ndarray]:
-        """Sum vectors over the ranks, with one collective per dtype and a factor that is read after each death."""
-        return self._comm.complete(lambda: self._sums_once(vectors, scale()))
+    def _sums(self, vectors: Sequence[np.ndarray], scale: Callable[[], float]) -> Sequence[np.ndarray]:
+        """Replace vectors by their sums over the ranks; the factor is read after each death."""
+        # After a death, the addends are needed once more.
+        given = (lambda: [_fresh(v) for v in vectors]) if self.survives else (lambda: vectors)
+        return self._comm.complete(lambda: self._sums_once(given(), scale()))
 
-    def _sums_once(self, vectors: Sequence[np.ndarray], scale: float) -> list[np.ndarray]:
+    def _sums_once(self, vectors: Sequence[np.ndarray], scale: float) -> Sequence[np.ndarray]:
+        """Replace vectors by their sums over the ranks, with one collective per dtype, and return them."""
         self._renew()
-        result = list(vectors)
         for dtype in sorted({v.dtype for v in vectors}, key=str):
-            members = [i for i, v in enumerate(vectors) if v.dtype == dtype]
-            ends = np.cumsum([vectors[i].size for i in members])
-            total = self._dense.total([vectors[i] for i in members], scale, _cast)
-            for i, end in zip(members, ends, strict=True):
-                result[i] = total[end - vectors[i].size : end]
-        return result
+            self._dense.add_up([v for v in vectors if v.dtype == dtype], scale, _cast)
+        return vectors
 
     def _renew(self) -> None:
         """Open the channels of the ranks that are left."""
@@ -351,6 +347,34 @@ def _call(
 
 def _copied(result: npt.ArrayLike) -> npt.ArrayLike:
     return result.copy() if isinstance(result, np.ndarray) and is_aligned(result) else result
+
+
+def _owned(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return tensors whose memory nobody else reads, so that Python code may write to it; most need no copy.
+
+    An update of no element copies a tensor only if somebody else holds it, such as a variable or a constant. A value
+    that is read here makes TensorFlow neither compute it while it optimises the graph, nor merge those of two calls.
+    """
+    now = _sequence().read_value()
+    none = tf.range(now, now)
+    places, empty = none[:, None], {t.dtype: tf.cast(none, t.dtype) for t in tensors}
+    return [tf.tensor_scatter_nd_update(tensor, places, empty[tensor.dtype]) for tensor in tensors]
+
+
+def _apart(vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the vectors, with a copy in place of one that is given twice: TensorFlow merges the same tensors."""
+    found: dict[int, np.ndarray] = {}
+    for vector in vectors:
+        address = vector.__array_interface__["data"][0] if vector.size else -len(found) - 1
+        found[address if address not in found else -len(found) - 1] = vector if address not in found else _fresh(vector)
+    return list(found.values())
+
+
+def _fresh(vector: np.ndarray) -> np.ndarray:
+    """Return a copy that TensorFlow takes as a tensor without another one."""
+    copy = aligned(vector.size, vector.dtype)
+    copy[:] = vector
+    return copy
 
 
 def wait_for(tensors: Sequence[tf.Tensor]) -> None:

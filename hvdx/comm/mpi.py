@@ -187,7 +187,9 @@ class MpiComm(Comm):
     def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> list[np.ndarray]:
         channel, result = self._channel.named(what), []
         for tensor in tensors:
-            array = np.array(np.asarray(tensor), order="C")
+            array = np.asarray(tensor, order="C")
+            if self.rank != root:
+                array = aligned(array.size, array.dtype).reshape(array.shape)
             channel.broadcast(array.reshape(-1).view(np.uint8), root)
             result.append(array)
         return result
@@ -351,19 +353,17 @@ class MpiChannel(Channel):
         vector: np.ndarray,
         scale: float = 1.0,
         cast: Cast = np.ndarray.astype,
-    ) -> np.ndarray:
+    ) -> None:
         """Sum a vector in blocks, with one flow a link; see `Channel.sum_in_order` and `hvdx.comm.mpi_blocks`.
 
         The time limit begins anew when a block has been sent or received.
         """
-        result = aligned(vector.size, vector.dtype)
         if self.size == 1:
-            add_in_order([vector], result, scale, cast)
-            return result
-        blocks = BlockSum(self._comm, vector, scale, cast, result)
+            add_in_order([vector], vector, scale, cast)
+            return
+        blocks = BlockSum(self._comm, vector, scale, cast)
         while not blocks.done:
             self._wait_for(blocks.advance)
-        return result
 
     def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         ends = bounds * vector.itemsize

@@ -28,24 +28,17 @@ class BlockSum:
 
     Args:
         comm: communicator of the ranks, at least two; it carries no other messages with this tag.
-        vector, scale, cast: see `Channel.sum_in_order`. The vector must not change before the sum is done.
-        out: contiguous [n] of the vector's dtype, the output.
+        vector, scale, cast: see `Channel.sum_in_order`.
     """
 
-    def __init__(
-        self,
-        comm: "MPI.Comm",
-        vector: np.ndarray,
-        scale: float,
-        cast: Cast,
-        out: np.ndarray,
-    ):
+    def __init__(self, comm: "MPI.Comm", vector: np.ndarray, scale: float, cast: Cast):
         self._comm, self._scale, self._cast, self._dtype = comm, scale, cast, vector.dtype
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._others = others = self._size - 1
         ends = (np.arange(1, self._size) * vector.size // self._size * vector.itemsize).tolist()
-        self._addends, self._sums = (np.split(array.view(np.uint8), ends) for array in (vector, out))
-        count = -(-max(piece.size for piece in self._addends) // BLOCK_BYTES)
+        # The pieces: addends, which become sums.
+        self._pieces = np.split(vector.view(np.uint8), ends)
+        count = -(-max(piece.size for piece in self._pieces) // BLOCK_BYTES)
         # So many rounds pass from the addends of a block to its sum that no rank waits for the sum.
         lag = -(-_AHEAD // (2 * others))
         # Each round has one block for each other rank: addends (True) or sums, and the number of the block.
@@ -54,6 +47,8 @@ class BlockSum:
         for pair in zip(addends[lag:], sums, strict=False):
             self._rounds += pair
         self._rounds += sums[max(count - lag, 0) :]
+        # Number of the round in which the addends of a block are sent.
+        self._given = {block: number for number, (addends, block) in enumerate(self._rounds) if addends}
         # Addends of blocks whose sum is not ready: those that may arrive before others of their block, or before their
         # turn to be summed.
         self._arriving = np.empty((2 + (_AHEAD + others) // others, self._size, BLOCK_BYTES), np.uint8)
@@ -76,7 +71,7 @@ class BlockSum:
         while self._sending and self._sending[0].Test():
             self._sending.popleft()
         # A block finds its place in memory if its receive is posted before it arrives.
-        while self._posted < min(self._received + _AHEAD + self._others, self._total):
+        while self._posted < min(self._received + _AHEAD + self._others, self._total) and self._is_free(self._posted):
             self._receiving.append(self._comm.Irecv(*self._incoming(self._posted), _TAG))
             self._posted += 1
         while self._sent < min(self._received + _AHEAD, self._total) and self._is_ready(self._sent):
@@ -94,22 +89,28 @@ class BlockSum:
         """Return the content of a message, uint8[bytes], and the rank to which it goes."""
         addends, part, _, k = self._find(message)
         to = (self._rank + k) % self._size
-        return (self._addends[to] if addends else self._sums[self._rank])[part], to
+        return self._pieces[to if addends else self._rank][part], to
 
     def _incoming(self, message: int) -> tuple[np.ndarray, int]:
         """Return the buffer of a message, uint8[bytes], and the rank from which it comes."""
         addends, part, block, k = self._find(message)
         sender = (self._rank - k) % self._size
-        return (self._slot(block)[sender] if addends else self._sums[sender][part]), sender
+        return (self._slot(block)[sender] if addends else self._pieces[sender][part]), sender
 
     def _slot(self, block: int) -> np.ndarray:
         """Return the buffer for the addends of all ranks to one block of this rank's piece, uint8[size, bytes]."""
-        mine = min(self._sums[self._rank].size - block * BLOCK_BYTES, BLOCK_BYTES)
+        mine = min(self._pieces[self._rank].size - block * BLOCK_BYTES, BLOCK_BYTES)
         return self._arriving[block % len(self._arriving), :, : max(mine, 0)]
 
     def _is_ready(self, message: int) -> bool:
         addends, _, block, _ = self._find(message)
         return addends or block < self._summed
+
+    def _is_free(self, message: int) -> bool:
+        """Return whether a message may be received: a sum takes the place of an addend, which must have been sent."""
+        addends, _, block, k = self._find(message)
+        # What comes from the rank k places before goes to the one `size - k` places further.
+        return addends or self._sent - len(self._sending) > self._given[block] * self._others + self._others - k
 
     def _sum_if_complete(self) -> None:
         """Sum a block of this rank's piece if the last message that arrived completes its addends."""
@@ -117,7 +118,7 @@ class BlockSum:
         if not addends or k < self._others:
             return
         slot = self._slot(block)
-        values = list(slot.view(self._dtype))
-        values[self._rank] = self._addends[self._rank][part].view(self._dtype)
-        add_in_order(values, self._sums[self._rank][part].view(self._dtype), self._scale, self._cast)
+        mine = self._pieces[self._rank][part]
+        slot[self._rank] = mine
+        add_in_order(list(slot.view(self._dtype)), mine.view(self._dtype), self._scale, self._cast)
         self._summed += 1

@@ -252,9 +252,8 @@ class EchoChannel(Channel):
     def all_reduce(self, vector: np.ndarray) -> None:
         vector *= self.size
 
-    def sum_in_order(self, vector: np.ndarray, scale: float = 1.0, cast: Cast = np.ndarray.astype) -> np.ndarray:
-        add_in_order([vector] * self.size, total := np.empty_like(vector), scale, cast)
-        return total
+    def sum_in_order(self, vector: np.ndarray, scale: float = 1.0, cast: Cast = np.ndarray.astype) -> None:
+        add_in_order([vector.copy()] * self.size, vector, scale, cast)
 
     def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         return np.tile(vector[bounds[self.rank] : bounds[self.rank + 1]], (self.size, 1))

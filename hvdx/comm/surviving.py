@@ -514,15 +514,20 @@ class SurvivingChannel(Channel):
         return self._comm.complete(lambda: self._channel.exchange(header, message))
 
     def all_reduce(self, vector: np.ndarray) -> None:
+        self._replace(vector, lambda total: self._channel.all_reduce(total))
+
+    def sum_in_order(self, vector: np.ndarray, scale: float = 1.0, cast: Cast = np.ndarray.astype) -> None:
+        self._replace(vector, lambda total: self._channel.sum_in_order(total, scale, cast))
+
+    def _replace(self, vector: np.ndarray, add: Callable[[np.ndarray], None]) -> None:
+        """Replace a vector by a sum; after a death it is needed once more."""
+
         def work() -> np.ndarray:
             total = vector.copy()
-            self._channel.all_reduce(total)
+            add(total)
             return total
 
         vector[:] = self._comm.complete(work)
-
-    def sum_in_order(self, vector: np.ndarray, scale: float = 1.0, cast: Cast = np.ndarray.astype) -> np.ndarray:
-        return self._comm.complete(lambda: self._channel.sum_in_order(vector, scale, cast))
 
     def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         return self._comm.complete(lambda: self._channel.scatter_pieces(vector, bounds))

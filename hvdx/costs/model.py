@@ -24,6 +24,7 @@ from statistics import NormalDist
 
 from hvdx.comm.base import BLOCK_BYTES, Engine
 from hvdx.comm.buckets import fill
+from hvdx.comm.dense import staging_bytes
 from hvdx.comm.waiting import overshoot
 from hvdx.costs.types import TERMS, Layer, Link, Machine, Prediction
 
@@ -268,10 +269,12 @@ class Situation:
         """Return the bytes of the buffers of `reduction`."""
         if self.workers == 1:
             return 0.0
-        # A copy of the tensors and the result; on one host also a piece of the sum.
+        if self.engine != "mpi":
+            return min(itemsize * elements, _FUSION)
+        # The sums replace the tensors, in blocks; narrow ones are copies of the tensors.
         here = min(self.workers, self.per_host)
-        dense = (2.0 + (1 / here if here > 1 else 0.0)) * itemsize * elements
-        return dense if self.engine == "mpi" else min(itemsize * elements, _FUSION)
+        staging = staging_bytes(int(itemsize * elements), here, self.workers > here)
+        return staging + (itemsize * elements if itemsize < 4 else 0.0)
 
     def prediction(
         self,

@@ -1,56 +1,75 @@
-"""Memory of each strategy in copies of the weights, compared with all-reduce.
+"""Memory, start and steps of each strategy with a large model, beside one process of plain Keras.
 
     python jobs/benchmarks/memory.py
+    python jobs/benchmarks/memory.py --network table
 
-Two workers train a small and a large dense network under each strategy, in new processes. The number of copies is the
-difference of the two runs' memory divided by the difference of the weights' sizes, so that code, libraries and
-compilers cancel out. Memory is the peak resident size of rank 0.
+One process trains a network in plain Keras, and two workers train it under each strategy, each in new processes. The
+network has one dense layer of nearly all weights ("wide"), many dense layers of 4,096 units ("layers"), or a table of
+which a batch reads some rows ("table"). Memory is the peak resident size of a rank, the largest of the ranks, in each
+phase: from its start to the end of the first step, in later steps, and at the end of an epoch.
 """
 
 import argparse
+import itertools
+import statistics
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
 from hvdx.jobs.benchmarks import harness
 
-#: Compared strategies by name.
+#: Compared strategies by name, and the optimiser; "" is one process of plain Keras.
 STRATEGIES = {
-    "AllReduce": "all_reduce",
-    "Threshold": "threshold:target_density=0.01",
-    "ParameterAveraging": "parameter_averaging:period=5",
-    "ParameterAveraging, own momenta": "parameter_averaging:period=5,average_optimizer=false",
+    "one process": ("", "sgd"),
+    "AllReduce": ("all_reduce", "sgd"),
+    "AllReduce, fp16": ("all_reduce:compression=fp16", "sgd"),
+    "ParameterAveraging": ("parameter_averaging:period=2", "sgd"),
+    "Threshold": ("threshold", "sgd"),
+    "one process, Adam": ("", "adam"),
+    "AllReduce, Adam": ("all_reduce", "adam"),
+    "Threshold, Adam": ("threshold", "adam"),
 }
-_STEPS = 20
+PHASES = ("start", "steps", "end of an epoch")
+_STEPS, _EPOCHS, _BATCH, _UNITS, _WIDTH = 6, 2, 16, 4096, 64
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison, or one of its workers."""
     parser = harness.parser(__doc__)
+    parser.add_argument("--megabytes", type=int, default=990, metavar="N", help="MB of weights")
     parser.add_argument(
-        "--hidden", type=int, nargs=2, default=(1024, 5120), metavar="N", help="units of the two networks' layers"
+        "--network", choices=("wide", "layers", "table"), default="wide", help="network that is trained"
+    )
+    parser.add_argument(
+        "--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), metavar="NAME", help="some of them"
     )
     return harness.run(parser, compare, train, argv)
 
 
 def compare(options: argparse.Namespace) -> int:
     """Measure every strategy, and print the table."""
-    weights = [4 * harness.parameters(h) / 1e6 for h in options.hidden]
+    alone: dict[str, harness.Row] = {}
 
     def measure(case: harness.Row) -> harness.Row:
-        setting = {"spelling": STRATEGIES[case["strategy"]], "seed": 0}
-        peaks = [
-            harness.launch(__file__, setting | {"hidden": hidden}, ranks=2).ranks[0]["memory_MB"]
-            for hidden in options.hidden
-        ]
-        return {"MB": peaks, "copies": (peaks[1] - peaks[0]) / (weights[1] - weights[0])}
+        spelling, optimizer = STRATEGIES[case["strategy"]]
+        setting = {"spelling": spelling, "optimizer": optimizer}
+        setting |= {"megabytes": options.megabytes, "network": options.network}
+        ranks = harness.launch(__file__, setting, ranks=2 if spelling else 1).ranks
+        figures = ranks[0] | {"GB": [max(peaks) for peaks in zip(*(rank["GB"] for rank in ranks), strict=True)]}
+        beside = alone.setdefault(optimizer, figures)
+        return figures | {"more_GB": max(figures["GB"]) - max(beside["GB"])}
 
     columns = [
         ("strategy", lambda row: row["strategy"]),
-        harness.figure("copies", "copies", ".2f"),
-        (f"MB at {weights[0]:.0f} MB of weights", lambda row: f"{row['MB'][0]:.0f}"),
-        (f"MB at {weights[1]:.0f} MB of weights", lambda row: f"{row['MB'][1]:.0f}"),
+        ("peak GB: start, steps, end of an epoch", lambda row: ", ".join(f"{v:.2f}" for v in row["GB"])),
+        harness.figure("more than alone, GB", "more_GB", ".2f"),
+        harness.figure("first step, s", "first_s", ".1f"),
+        harness.figure("later steps, s", "step_s", ".2f"),
     ]
-    cases = [{"strategy": name} for name in STRATEGIES]
-    harness.run_cases(options.json, cases, measure, columns, {"weights_MB": weights})
+    cases = [{"strategy": name} for name in options.strategies]
+    shared = {"megabytes": options.megabytes, "network": options.network}
+    harness.run_cases(options.json, cases, measure, columns, shared)
     return 0
 
 
@@ -58,11 +77,55 @@ def train(setting: argparse.Namespace) -> harness.Row:
     """Train for some steps on one of the workers."""
     import hvdx
 
-    hvdx.init()
-    model, data, _, _ = harness.mlp(setting)
-    callbacks = [hvdx.keras.Distribute(setting.spelling)]
-    model.fit(data.repeat(), steps_per_epoch=_STEPS, shuffle=False, verbose=0, callbacks=callbacks)
-    return {"memory_MB": harness.memory("VmHWM") / 1e6}
+    if setting.spelling:
+        hvdx.init()
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    model, inputs = _network(setting)
+    model.compile(setting.optimizer, "mse")
+    values = np.random.default_rng(0).random((_BATCH, *inputs.shape)).astype(np.float32)
+    values = (values * 1000).astype(np.int32) if inputs.dtype == "int32" else values
+    batch = tf.data.Dataset.from_tensors((values, np.zeros((_BATCH, 1), np.float32))).repeat()
+    ends: list[float] = []
+    peaks, begin = [0.0] * len(PHASES), time.perf_counter()
+
+    def record(phase: int) -> None:
+        peaks[phase] = max(peaks[phase], harness.memory("VmHWM") / 1e9)
+        # The kernel begins a new peak.
+        Path("/proc/self/clear_refs").write_text("5")
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            record(0 if not ends else 1)
+            ends.append(time.perf_counter())
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            record(2)
+
+    callbacks = [hvdx.keras.Distribute(setting.spelling)] if setting.spelling else []
+    model.fit(batch, steps_per_epoch=_STEPS, epochs=_EPOCHS, verbose=0, callbacks=[*callbacks, Watch()])
+    record(2)
+    steps = [b - a for i, (a, b) in enumerate(itertools.pairwise(ends), 1) if i % _STEPS]
+    return {"GB": peaks, "first_s": ends[0] - begin, "step_s": statistics.median(steps)}
+
+
+def _network(setting: argparse.Namespace) -> Any:
+    """Return a model of the size of the setting, and its input for one sample."""
+    import keras
+
+    elements = setting.megabytes * 1e6 / 4
+    if setting.network == "table":
+        inputs = keras.Input((8,), dtype="int32")
+        x = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(int(elements / _WIDTH), _WIDTH)(inputs))
+    else:
+        units = round(elements**0.5) if setting.network == "wide" else _UNITS
+        inputs = x = keras.Input((units,))
+        for _ in range(round(elements / units**2)):
+            x = keras.layers.Dense(units, "relu")(x)
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    return model, argparse.Namespace(shape=inputs.shape[1:], dtype=inputs.dtype)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,15 @@ def vector(rank, elements, dtype=np.float32):
     return (np.random.default_rng(rank).normal(size=elements) * 10.0 ** (rank % 3)).astype(dtype)
 
 
+def total(channel, mine, scale=1.0):
+    """Return the sum, as a new array."""
+    result = mine.copy()
+    channel.sum_in_order(result, scale)
+    return result
+
+
 def sums(size, elements, dtype=np.float32, scale=1.0):
-    return on_all(size, lambda comm: comm.channel("a sum").sum_in_order(vector(comm.rank, elements, dtype), scale))
+    return on_all(size, lambda comm: total(comm.channel("a sum"), vector(comm.rank, elements, dtype), scale))
 
 
 def in_rank_order(size, elements, dtype, scale=1.0):
@@ -37,7 +44,7 @@ def test_sum_in_rank_order_has_the_same_bits_on_all_ranks(size, elements, dtype)
 
 def test_float16_sum_overflows_to_infinity_and_its_mean_does_not():
     def run(comm, scale):
-        return comm.channel("a sum").sum_in_order(np.full(3, 6e4, np.float16), scale)
+        return total(comm.channel("a sum"), np.full(3, 6e4, np.float16), scale)
 
     assert np.isinf(on_all(2, lambda comm: run(comm, 1.0))[0]).all()
     np.testing.assert_array_equal(on_all(2, lambda comm: run(comm, 0.5))[1], np.full(3, 6e4, np.float16))
@@ -45,17 +52,7 @@ def test_float16_sum_overflows_to_infinity_and_its_mean_does_not():
 
 def test_nan_of_one_rank_reaches_all_ranks():
     def run(comm):
-        return comm.channel("a sum").sum_in_order(np.array([1, np.nan if comm.rank == 1 else 1, 1], np.float32))
+        return total(comm.channel("a sum"), np.array([1, np.nan if comm.rank == 1 else 1, 1], np.float32))
 
     for got in on_all(3, run):
         np.testing.assert_array_equal(got, [3, np.nan, 3])
-
-
-def test_input_vector_is_unchanged():
-    def run(comm):
-        addend = vector(comm.rank, 100)
-        comm.channel("a sum").sum_in_order(addend)
-        return addend
-
-    for rank, addend in enumerate(on_all(3, run)):
-        np.testing.assert_array_equal(addend, vector(rank, 100))

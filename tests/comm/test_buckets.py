@@ -19,6 +19,7 @@ from hvdx.comm.launcher import usable_cores
 from hvdx.comm.local import virtual_world
 from hvdx.errors import ExchangeError
 from tests.comm.test_base import vector
+from tests.comm.test_dense import total
 from tests.strategies.virtual import on_hosts
 
 
@@ -69,13 +70,13 @@ DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
 def test_ranks_that_give_buckets_in_different_orders_have_the_bits_of_one_sum(hosts, dtype):
     def run(comm):
         sums = DenseSums(comm)
-        thread = BucketThread(lambda vectors, scale: [sums.total(vectors, scale, np.ndarray.astype)])
+        thread = BucketThread(lambda vectors, scale: [total(sums, vectors, scale)])
         mine = [vector(comm.rank, size, dtype) for size in (5, 1001, 17)]
         for number in random.Random(comm.rank).sample(range(3), 3):
             thread.give(number, [mine[number]], 0.5)
         found = np.concatenate([v for (v,) in thread.take(3)])
         thread.close()
-        return found, sums.total(mine, 0.5, np.ndarray.astype)
+        return found, total(sums, mine, 0.5)
 
     for parts, whole in on_hosts(hosts, run):
         assert parts.tobytes() == whole.tobytes()

@@ -4,12 +4,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hvdx.comm import dense
 from hvdx.comm.dense import DenseSums
 from hvdx.comm.local import VirtualChannel
 from tests.comm.test_base import in_rank_order, vector
 from tests.strategies.virtual import on_hosts
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
+
+
+def total(sums, vectors, scale):
+    """Return the sum of the vectors one behind the other, as a new array."""
+    copies = [v.copy() for v in vectors]
+    sums.add_up(copies, scale, np.ndarray.astype)
+    return np.concatenate(copies)
 
 
 def totals(hosts, sizes, dtype=np.float32, scale=1.0):
@@ -20,7 +28,7 @@ def totals(hosts, sizes, dtype=np.float32, scale=1.0):
         found = []
         for size in sizes:
             mine = vector(comm.rank, size, dtype)
-            found.append(sums.total(np.split(mine, [size // 3, size // 2]), scale, np.ndarray.astype))
+            found.append(total(sums, np.split(mine, [size // 3, size // 2]), scale))
         return found
 
     return on_hosts(hosts, run)
@@ -58,7 +66,7 @@ def test_sum_is_that_of_the_hosts_sums(hosts, dtype):
 
 def test_mean_of_large_float16_does_not_overflow_within_a_host():
     def run(comm):
-        return DenseSums(comm).total([np.full(3, 6e4, np.float16)], 0.25, np.ndarray.astype)
+        return total(DenseSums(comm), [np.full(3, 6e4, np.float16)], 0.25)
 
     for got in on_hosts("aabb", run):
         np.testing.assert_array_equal(got, np.full(3, 6e4, np.float16))
@@ -78,18 +86,38 @@ def test_link_of_a_host_carries_one_vector(monkeypatch):
     assert sum(sent) == 2 * (4 << 16) // 2
 
 
-def test_results_and_inputs_are_not_those_of_the_next_sum():
+def test_sums_replace_the_vectors_and_are_not_those_of_the_next_sum():
     def run(comm):
         sums = DenseSums(comm)
         mine = vector(comm.rank, 1000)
-        first = sums.total([mine], 1.0, np.ndarray.astype)
-        kept = first.copy()
-        sums.total([np.zeros(1000, np.float32)], 1.0, np.ndarray.astype)
-        return first, kept, mine
+        sums.add_up([mine], 1.0, np.ndarray.astype)
+        kept = mine.copy()
+        sums.add_up([np.zeros(1000, np.float32)], 1.0, np.ndarray.astype)
+        return mine, kept
 
-    for rank, (first, kept, mine) in enumerate(on_hosts("aa", run)):
-        np.testing.assert_array_equal(first, kept)
-        np.testing.assert_array_equal(mine, vector(rank, 1000))
+    for mine, kept in on_hosts("aa", run):
+        np.testing.assert_array_equal(mine, kept)
+        np.testing.assert_array_equal(mine, in_rank_order(2, 1000, np.float32))
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "ab", "aabb"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_sums_in_many_blocks_need_memory_for_a_few(monkeypatch, hosts, dtype):
+    """Blocks that begin and end within vectors, and use each slot several times."""
+    monkeypatch.setattr(dense, "_HOST_BLOCK", 1000)
+    monkeypatch.setattr(dense, "_LINK_BLOCK", 1000)
+
+    def run(comm):
+        sums, mine = DenseSums(comm), vector(comm.rank, 5003, dtype)
+        found = [total(sums, np.split(mine, [3, 1700, 1701]), 0.25) for _ in range(3)]
+        assert max([sums._flat.nbytes, *(array.nbytes for array in sums._shared)]) <= 3 * 1000
+        return found
+
+    for found in on_hosts(hosts, run):
+        expected = (
+            by_hosts(hosts, 5003, dtype, 0.25) if hosts == "aabb" else in_rank_order(len(hosts), 5003, dtype, 0.25)
+        )
+        assert all(got.tobytes() == expected.tobytes() for got in found)
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aabb"])

@@ -25,14 +25,16 @@ class Network:
         """Copy messages to posted buffers, at times before the receiver asks for them."""
         sent, posted = self.sent[sender, receiver], self.posted[sender, receiver]
         while sent and posted and self.random.random() < 0.7:
-            data = sent.popleft()
+            data, given = sent.popleft()
             assert data.size == posted[0].size
+            assert np.array_equal(data, given), "a rank wrote to a message before it was sent"
             posted.popleft()[:] = data
 
 
 class Comm:
     def __init__(self, network, rank, size):
         self._network, self._rank, self._size, self.ahead = network, rank, size, 0
+        self._sending = []
 
     def Get_rank(self):  # noqa: N802
         return self._rank
@@ -44,11 +46,22 @@ class Comm:
         self._network.log.append((self._rank, to, data.size))
         self.ahead += 1
         assert self.ahead <= mpi_blocks._AHEAD, "a rank that is ahead fills the queues of the others"
-        self._network.sent[self._rank, to].append(data)
+        # MPI copies a message, or reads it when the receiver is ready.
+        message = (data.copy() if self._network.random.random() < 0.5 else data), data.copy()
+        self._network.sent[self._rank, to].append(message)
         self._network.deliver(self._rank, to)
-        return Request(self._network, lambda: True)
+        self._sending.append(data)
+
+        def gone():
+            if message[0] is data and any(m is message for m in self._network.sent[self._rank, to]):
+                return False
+            self._sending = [other for other in self._sending if other is not data]
+            return True
+
+        return Request(self._network, gone)
 
     def Irecv(self, buffer, sender, tag):  # noqa: N802
+        assert not any(np.shares_memory(buffer, data) for data in self._sending), "a message that is being sent"
         self._network.posted[sender, self._rank].append(buffer)
         self._network.deliver(sender, self._rank)
 
@@ -73,8 +86,8 @@ class Request:
 def summed(size, elements, dtype=np.float32, scale=1.0, cast=np.ndarray.astype, seed=0):
     """Return the sum on each rank, and the messages as (sender, receiver, bytes)."""
     network = Network(size, seed)
-    outs = [np.full(elements, 77, dtype) for _ in range(size)]
-    sums = [BlockSum(network.comms[r], vector(r, elements, dtype), scale, cast, outs[r]) for r in range(size)]
+    outs = [vector(r, elements, dtype) for r in range(size)]
+    sums = [BlockSum(network.comms[r], outs[r], scale, cast) for r in range(size)]
     for _ in range(100_000):
         if all(each.done for each in sums):
             break
@@ -115,7 +128,7 @@ def test_sum_makes_no_progress_without_the_other_ranks(monkeypatch):
     """Test that the time limit of the channel, which begins anew with each block, ends such a sum."""
     monkeypatch.setattr(mpi_blocks, "BLOCK_BYTES", BLOCK)
     network = Network(3)
-    alone = BlockSum(network.comms[0], vector(0, 10_000), 1.0, np.ndarray.astype, np.empty(10_000, np.float32))
+    alone = BlockSum(network.comms[0], vector(0, 10_000), 1.0, np.ndarray.astype)
     moved = [alone.advance() for _ in range(1000)]
     assert moved[0]
     assert not any(moved[500:])
@@ -124,9 +137,8 @@ def test_sum_makes_no_progress_without_the_other_ranks(monkeypatch):
 
 def test_nan_and_overflow_pass():
     network = Network(2)
-    outs = [np.empty(3, np.float16) for _ in range(2)]
-    addends = [np.array([6e4, 1, np.nan], np.float16), np.array([6e4, 1, 1], np.float16)]
-    sums = [BlockSum(network.comms[r], addends[r], 1.0, np.ndarray.astype, outs[r]) for r in range(2)]
+    outs = [np.array([6e4, 1, np.nan], np.float16), np.array([6e4, 1, 1], np.float16)]
+    sums = [BlockSum(network.comms[r], outs[r], 1.0, np.ndarray.astype) for r in range(2)]
     while not all(each.done for each in sums):
         [each.advance() for each in sums]
     for out in outs:

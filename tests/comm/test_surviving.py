@@ -204,7 +204,7 @@ for number in range(40):
         time.sleep(1000)
     found = comm.all_gather_object((number, me), "a test")
     assert {n for n, _ in found} == {number}, found
-    total = channel.sum_in_order(np.full(300_000, 1.0 + me, np.float32))
+    channel.sum_in_order(total := np.full(300_000, 1.0 + me, np.float32))
     assert total[-1] == sum(1.0 + rank for rank in comm.world_ranks), (total, comm.world_ranks)
     channel.all_reduce(total)
 print("LEFT", me, comm.rank, comm.size, list(comm.world_ranks), flush=True)

@@ -1,13 +1,17 @@
 # Tests: hvdx/comm/horovod.py, hvdx/comm/mpi.py, hvdx/comm/mpi_blocks.py, hvdx/comm/mpi_mailbox.py, hvdx/comm/tensors.py
 
 import logging
+import math
 from functools import partial
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm import Channel
+from hvdx.comm.base import Reduction
+from hvdx.comm.host_graph import HostGraphComm
 from hvdx.log import Log
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS, MAILBOX_CHECKS
 
@@ -51,10 +55,33 @@ def test_sum_in_order_has_the_bits_of_rank_order():
             for other in vectors[1:]:
                 expected += other
             for summed in (channel.sum_in_order, partial(Channel.sum_in_order, channel)):
-                np.testing.assert_array_equal(
-                    summed(vectors[comm.rank], 0.5), (expected * np.float32(0.5)).astype(dtype)
-                )
+                mine = vectors[comm.rank].copy()
+                summed(mine, 0.5)
+                np.testing.assert_array_equal(mine, (expected * np.float32(0.5)).astype(dtype))
     channel.close()
+
+
+@pytest.mark.sizes(2, 4)
+@pytest.mark.parametrize("sizes", [(), (300_000,) * 4], ids=["at once", "in buckets"])
+@pytest.mark.graph(every=True)
+def test_sums_in_place_change_nothing_that_is_read_elsewhere(sizes):
+    """A variable's value, a constant, and what is given twice: TensorFlow merges what is computed alike."""
+    graph = HostGraphComm(world.start())
+    graph._overlaps = bool(sizes)
+    variable, how = tf.Variable(tf.ones(300_000)), Reduction(average=False, sizes=sizes)
+
+    @tf.function
+    def step():
+        value = variable.read_value()
+        given = [value, tf.sin(value), tf.sin(value), tf.ones(300_000)]
+        sums = [graph.all_reduce(given, how, name) for name in ("first", "second")]
+        return [t[0] for t in (*sums[0], *sums[1], *given)]
+
+    ones = np.array([1.0, math.sin(1), math.sin(1), 1.0])
+    for _ in range(2):
+        np.testing.assert_allclose(step(), [*graph.size * ones, *graph.size * ones, *ones], rtol=1e-6)
+    assert variable[0] == 1.0
+    graph.close()
 
 
 @pytest.mark.sizes(1, 2, 4)

@@ -6,6 +6,7 @@
 import copy
 import json
 import zipfile
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, NotDistributedError, ReplicaError
+from hvdx.jobs.benchmarks.harness import memory
 from hvdx.keras.fit import data as shards
 from hvdx.keras.fit import replicas
 from tests.ranks import models
@@ -604,3 +606,22 @@ def test_copy_is_a_fresh_callback_with_the_same_arguments():
 def test_model_of_keras_2_is_refused():
     with pytest.raises(ConfigError, match=r"expected a model of Keras 3, got tests.*\.Keras2\. Do: "):
         hvd.Distribute().set_model(type("Keras2", (), {"__module__": "tests.tf_keras", "__qualname__": "Keras2"})())
+
+
+@pytest.mark.graph(every=True)
+@pytest.mark.parametrize("layer", ["dense", "table"])
+def test_nothing_has_the_size_of_the_model(layer):
+    """A variable of 100 MB: its broadcast, sum, comparison and check need much less memory than a copy of it."""
+    shape = (5000,) if layer == "dense" else (8,)
+    inputs = keras.Input(shape, dtype="float32" if layer == "dense" else "int32")
+    hidden = keras.layers.Dense(5000) if layer == "dense" else keras.layers.Embedding(400_000, 64)
+    outputs = hidden(inputs) if layer == "dense" else keras.layers.Flatten()(hidden(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(outputs))
+    model.compile("sgd", "mse")
+    data = hvdx.shard((np.full((8, *shape), 1e-3).astype(inputs.dtype), np.ones((8, 1), np.float32)), 2)
+    # TensorFlow keeps the memory that the training itself needs.
+    model.fit(data, verbose=0)
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    model.fit(data, epochs=2, verbose=0, callbacks=[hvd.Distribute("all_reduce:engine=mpi")])
+    assert memory("VmHWM") - before < 60e6

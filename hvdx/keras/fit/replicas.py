@@ -1,13 +1,16 @@
 """Comparison, broadcast and averaging of the replicas of a model."""
 
-import hashlib
+import math
 from collections.abc import Collection, Sequence
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
+import xxhash
 
 from hvdx.comm import Comm
+from hvdx.comm.alignment import is_aligned
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
@@ -16,6 +19,8 @@ from hvdx.keras.optimizer_state import accumulated_gradients
 from hvdx.keras.types import Variable
 from hvdx.keras.weight_parts import by_ranks, mark_state, part_of, whole_shape
 
+# Bytes of a variable that are broadcast at a time.
+_BLOCK_BYTES = 1 << 23
 # Largest number of differing variables that an error lists.
 _LISTED = 5
 
@@ -103,9 +108,44 @@ def broadcast(variables: Sequence[Variable], root: int, comm: Comm) -> None:
         root: rank whose values all ranks receive.
         comm: the ranks.
     """
-    values = comm.broadcast([tf.convert_to_tensor(v) for v in variables], root, "weights")
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+    for variable in variables:
+        rows, length = _rows_of_a_block(variable), _length(variable)
+        if rows >= length:
+            (value,) = comm.broadcast([tf.convert_to_tensor(variable)], root, "weights")
+            variable.assign(value)
+            continue
+        # An assignment to rows leaves the others where they are; that of the whole would need memory for both.
+        mine = np.asarray(tf.convert_to_tensor(variable)) if comm.rank == root else None
+        handle = (variable.value if isinstance(variable, keras.Variable) else variable).handle
+        for low in range(0, length, rows):
+            high = min(low + rows, length)
+            # While another rank held a tensor of its own values, an assignment would copy all of them.
+            empty = np.empty((high - low, *variable.shape[1:]), tf.as_dtype(variable.dtype).as_numpy_dtype)
+            (value,) = comm.broadcast([empty if mine is None else mine[low:high]], root, "weights")
+            if mine is None:
+                tf.raw_ops.ResourceScatterUpdate(
+                    resource=handle, indices=np.arange(low, high), updates=_without_copy(value)
+                )
+        if mine is None:
+            # An assignment to rows makes each later step copy the variable that it reads.
+            tf.raw_ops.DisableCopyOnRead(resource=handle)
+
+
+def _without_copy(value: npt.ArrayLike) -> npt.ArrayLike:
+    """Return an array as a tensor with the same memory; where TensorFlow knows no such way, the array."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f" or not is_aligned(value):
+        return value
+    return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
+
+
+def _length(variable: Variable) -> int:
+    return int(variable.shape[0]) if len(variable.shape) else 1
+
+
+def _rows_of_a_block(variable: Variable) -> int:
+    """Return how many rows of a variable, along its first axis, are a block, at least one."""
+    size = tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
+    return max(_BLOCK_BYTES * _length(variable) // max(size, 1), 1)
 
 
 def broadcast_state(model: keras.Model, root: int, comm: Comm, excluded: Collection[int] = ()) -> None:
@@ -147,13 +187,13 @@ def _root_among(ranks: Comm, root: int, comm: Comm) -> int:
 
 def digests(variables: Sequence[Variable]) -> list[bytes]:
     """Return a digest of 8 bytes of each variable's bits; b"" for an empty variable."""
-    return [_digest(tf.convert_to_tensor(v).numpy()) if 0 not in v.shape else b"" for v in variables]
+    return [_digest(np.asarray(tf.convert_to_tensor(v))) if 0 not in v.shape else b"" for v in variables]
 
 
 def _digest(array: np.ndarray) -> bytes:
     # Arrays of bfloat16 export no buffer, but views of their bytes do.
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return hashlib.blake2b(content.data, digest_size=8).digest()
+    return xxhash.xxh3_64_digest(content.data)
 
 
 def differing(variables: Sequence[Variable], comm: Comm) -> dict[int, list[int]]:

@@ -34,7 +34,7 @@ BENCHMARKS = {
     "dense": ("--hosts 2 --ways MPI,mpi --wires bf16 --steps 2 --hidden 4", {}),
     "density": ("--hosts 2 --bandwidth 1gbit --burst 5kB --steps 40 --hidden 4 --batch 8", {}),
     "edges": ("--strategies all_reduce", {"VICTIMS": (0,), "PLACES": ("the last line",)}),
-    "memory": ("--hidden 4 8", {"STRATEGIES": {"AllReduce": "all_reduce"}}),
+    "memory": ("--megabytes 1", {"STRATEGIES": {"AllReduce": ("all_reduce", "sgd")}}),
     "scaling": ("--models lm --hosts 1,2 --strategies threshold --seeds 1 --most-steps 20 --rates 0.01", {}),
     "local_steps": (
         "--workers 2 --steps 4 --batch 2 --rates 0.002",
