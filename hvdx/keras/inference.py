@@ -15,7 +15,7 @@ from hvdx.keras.fit.agreement import pipeline, shares
 from hvdx.keras.fit.data import untuned
 from hvdx.keras.joining import join
 from hvdx.keras.loops import flush_all
-from hvdx.keras.types import Arrays, Logs, LogValues, Structure
+from hvdx.keras.types import Arrays, Logs, LogValues
 from hvdx.keras.weight_parts import has_parts
 
 T = TypeVar("T")
@@ -186,11 +186,8 @@ def _part(
         tensors = arrays.tensors_of(data)
         count = arrays.length_of(tensors)
         begin, end = rank * count // size, (rank + 1) * count // size
-
-        def rows(positions: tf.Tensor) -> Structure:
-            return tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, positions), tensors)
-
-        part = tf.data.Dataset.range(begin, end).batch(batch_size or _BATCH_SIZE).map(rows)
+        part = tf.data.Dataset.range(begin, end).batch(batch_size or _BATCH_SIZE)
+        part = part.map(lambda positions: arrays.rows_at(tensors, positions))
     return (untuned(part.prefetch(2)) if end > begin else None), count
 
 

@@ -2,11 +2,13 @@
 
     python jobs/benchmarks/memory.py
     python jobs/benchmarks/memory.py --network table
+    python jobs/benchmarks/memory.py --network samples --strategies "one process" AllReduce
 
 One process trains a network in plain Keras, and two workers train it under each strategy, each in new processes. The
 network has one dense layer of nearly all weights ("wide"), many dense layers of 4,096 units ("layers"), or a table of
-which a batch reads some rows ("table"). Memory is the peak resident size of a rank, the largest of the ranks, in each
-phase: from its start to the end of the first step, in later steps, and at the end of an epoch.
+which a batch reads some rows ("table"), or it is small, and the samples are large ("samples"). Memory is the peak
+resident size of a rank, the largest of the ranks, in each phase: from its start to the end of the first step, in later
+steps, and at the end of an epoch.
 """
 
 import argparse
@@ -37,9 +39,9 @@ _STEPS, _EPOCHS, _BATCH, _UNITS, _WIDTH = 6, 2, 16, 4096, 64
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison, or one of its workers."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--megabytes", type=int, default=990, metavar="N", help="MB of weights")
+    parser.add_argument("--megabytes", type=int, default=990, metavar="N", help="MB of weights or samples")
     parser.add_argument(
-        "--network", choices=("wide", "layers", "table"), default="wide", help="network that is trained"
+        "--network", choices=("wide", "layers", "table", "samples"), default="wide", help="network that is trained"
     )
     parser.add_argument(
         "--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), metavar="NAME", help="some of them"
@@ -85,9 +87,15 @@ def train(setting: argparse.Namespace) -> harness.Row:
 
     model, inputs = _network(setting)
     model.compile(setting.optimizer, "mse")
-    values = np.random.default_rng(0).random((_BATCH, *inputs.shape)).astype(np.float32)
+    count = round(setting.megabytes * 1e6 / 4 / _UNITS) if setting.network == "samples" else _BATCH
+    values = np.random.default_rng(0).random((count, *inputs.shape), np.float32)
     values = (values * 1000).astype(np.int32) if inputs.dtype == "int32" else values
-    batch = tf.data.Dataset.from_tensors((values, np.zeros((_BATCH, 1), np.float32))).repeat()
+    data: Any = values, np.zeros((count, 1), np.float32)
+    if setting.network != "samples":
+        data = tf.data.Dataset.from_tensors(data).repeat()
+    elif setting.spelling:
+        data = hvdx.shard(data, _BATCH)
+    passed = {"x": data[0], "y": data[1], "batch_size": _BATCH} if isinstance(data, tuple) else {"x": data}
     ends: list[float] = []
     peaks, begin = [0.0] * len(PHASES), time.perf_counter()
 
@@ -105,7 +113,7 @@ def train(setting: argparse.Namespace) -> harness.Row:
             record(2)
 
     callbacks = [hvdx.keras.Distribute(setting.spelling)] if setting.spelling else []
-    model.fit(batch, steps_per_epoch=_STEPS, epochs=_EPOCHS, verbose=0, callbacks=[*callbacks, Watch()])
+    model.fit(**passed, steps_per_epoch=_STEPS, epochs=_EPOCHS, verbose=0, callbacks=[*callbacks, Watch()])
     record(2)
     steps = [b - a for i, (a, b) in enumerate(itertools.pairwise(ends), 1) if i % _STEPS]
     return {"GB": peaks, "first_s": ends[0] - begin, "step_s": statistics.median(steps)}
@@ -119,6 +127,8 @@ def _network(setting: argparse.Namespace) -> Any:
     if setting.network == "table":
         inputs = keras.Input((8,), dtype="int32")
         x = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(int(elements / _WIDTH), _WIDTH)(inputs))
+    elif setting.network == "samples":
+        inputs = x = keras.Input((_UNITS,))
     else:
         units = round(elements**0.5) if setting.network == "wide" else _UNITS
         inputs = x = keras.Input((units,))

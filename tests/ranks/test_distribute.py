@@ -608,6 +608,20 @@ def test_model_of_keras_2_is_refused():
         hvd.Distribute().set_model(type("Keras2", (), {"__module__": "tests.tf_keras", "__qualname__": "Keras2"})())
 
 
+@pytest.mark.sizes(2, 4)
+def test_variables_are_broadcast_in_blocks(monkeypatch):
+    """Of every dtype, in groups and by rows, also where rows are larger than a block or do not fill the last one."""
+    monkeypatch.setattr(replicas, "_BLOCK_BYTES", 64)
+    draw, variables = np.random.default_rng(hvdx.rank()), []
+    for dtype in ("float32", "bfloat16", "float16", "int64", "bool"):
+        for shape in ((), (3,), (7, 5), (2, 100), (50,), (1, 99), (4, 0)):
+            values = (draw.random(shape) * 2).astype("int64" if dtype == "bool" else "float64")
+            variables.append(keras.Variable(values, dtype=dtype, trainable=False))
+    before = replicas.digests(variables)
+    replicas.broadcast([*variables, tf.Variable(hvdx.rank())], 1, world.start())
+    assert _agreed(replicas.digests(variables)) == hvd.broadcast_object(before, 1)
+
+
 @pytest.mark.graph(every=True)
 @pytest.mark.parametrize("layer", ["dense", "table"])
 def test_nothing_has_the_size_of_the_model(layer):

@@ -1,6 +1,7 @@
 """Arrays that `shard` accepts: those that Keras' `fit` accepts, and lists of numbers."""
 
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,16 +9,63 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdx.errors import ConfigError
+from hvdx.errors import ConfigError, HvdxError
 from hvdx.keras.types import Arrays, Structure, TensorLike
 
 _SPARSE = "Give a tf.data.Dataset.from_tensor_slices(...) of a tf.sparse.SparseTensor, or a dense array."
 
+# Bytes of an array that stays where it is. A smaller one is copied once: a batch through Python takes 70 us longer if
+# its rows are short.
+_LARGE = 1 << 26
+
 _SINGLE = (bool, int, float, complex, str, bytes, np.generic)
 
 
+class Rows:
+    """Large NumPy array that stays where it is, also in a file (`numpy.memmap`): only its batches become tensors.
+
+    Args:
+        array: numbers[n, ...] in the byte order of this machine.
+
+    Attributes:
+        shape: shape of the array.
+        dtype: dtype of the batches.
+
+    Example:
+        >>> rows = Rows(np.arange(6.0).reshape(3, 2))
+        >>> rows[1:].at(tf.constant([1, 0])).numpy().tolist(), rows.dtype.name
+        ([[4.0, 5.0], [2.0, 3.0]], 'float32')
+    """
+
+    def __init__(self, array: np.ndarray):
+        self._array, self.shape = array, tf.TensorShape(array.shape)
+        self.dtype = tf.as_dtype(keras.config.floatx() if array.dtype.kind == "f" else array.dtype)
+
+    def __getitem__(self, key: slice) -> "Rows":
+        return Rows(self._array[key])
+
+    def read(self, at: np.ndarray) -> np.ndarray:
+        """Return the rows at some positions, int64[m], as [m, ...]."""
+        return np.take(self._array, at, axis=0).astype(self.dtype.as_numpy_dtype, copy=False)
+
+    def at(self, positions: tf.Tensor) -> tf.Tensor:
+        """Return the rows at some positions, int64[m], as a tensor [m, ...]."""
+        # TensorFlow keeps the function until the process ends; the dataset keeps this object.
+        reference = weakref.ref(self)
+
+        def read(at: np.ndarray) -> np.ndarray:
+            rows = reference()
+            if rows is None:
+                raise HvdxError("shard: the dataset was deleted while it was read. Keep it until its iterators end.")
+            return rows.read(at)
+
+        batch = tf.numpy_function(read, [positions], self.dtype, stateful=False)
+        batch.set_shape([*positions.shape, *self.shape[1:]])
+        return batch
+
+
 def tensors_of(data: Arrays) -> Structure:
-    """Return the structure of a script's arrays with tensors in place of the arrays.
+    """Return the structure of a script's arrays with tensors in place of the arrays; large ones become `Rows`.
 
     As in `fit`, a list of arrays is several inputs, None stands for an input that is absent, and floating-point numbers
     become those of `keras.config.floatx()`. A list of numbers or strings, nested or not, is one array.
@@ -80,6 +128,22 @@ def split(tensors: Structure, fraction: float) -> tuple[Structure, Structure]:
     return part(0, first), part(first, count)
 
 
+def rows_at(tensors: Structure, positions: tf.Tensor) -> Structure:
+    """Return some rows of each array.
+
+    Args:
+        tensors: result of `tensors_of`.
+        positions: int64[m].
+    """
+
+    def part(array: "tf.Tensor | tf.RaggedTensor | Rows | None") -> tf.Tensor | tf.RaggedTensor | None:
+        if isinstance(array, Rows):
+            return array.at(positions)
+        return None if array is None else tf.gather(array, positions)
+
+    return tf.nest.map_structure(part, tensors)
+
+
 def _leaves(tensors: Structure) -> list[tf.Tensor]:
     return [t for t in tf.nest.flatten(tensors) if t is not None]
 
@@ -102,12 +166,14 @@ def _is_plain(data: list[Arrays]) -> bool:
     return _is_plain(first) if isinstance(first, list) else isinstance(first, _SINGLE)
 
 
-def _tensor(array: TensorLike) -> tf.Tensor | tf.RaggedTensor:
+def _tensor(array: TensorLike) -> tf.Tensor | tf.RaggedTensor | Rows:
     kind = f"{type(array).__module__}.{type(array).__name__}"
     if isinstance(array, tf.sparse.SparseTensor) or kind.startswith("scipy.sparse"):
         raise ConfigError(f"shard: data: expected dense or ragged arrays, got {kind}. Do: {_SPARSE}")
     if not isinstance(array, tf.RaggedTensor | tf.Tensor | tf.Variable):
         array = _numpy(array, kind)
+        if array.nbytes >= _LARGE and array.ndim and array.dtype.kind in "biuf" and array.dtype.isnative:
+            return Rows(array)
     tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
     if tensor.shape.rank == 0:
         raise ConfigError(f"shard: data: expected arrays with a sample in each row, got the single value {array!r}.")

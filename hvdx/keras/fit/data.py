@@ -108,6 +108,7 @@ def shard(
     Args:
         data: arrays of one length as `fit` takes them: an array, or a tuple, list or dictionary of arrays, such as
             `(x, y)`; or a `tf.data.Dataset`. As in `fit`, floating-point arrays are cast to `keras.config.floatx()`.
+            NumPy arrays of 64 MiB or more are not copied, and a `numpy.memmap` stays in its file: do not change them.
         batch_size: samples a step on this rank; required for arrays. For a dataset, None leaves its elements as they
             are, and each element is a step.
         global_batch_size: samples a step on all ranks together, in place of `batch_size`; a multiple of their number.
@@ -232,7 +233,7 @@ def _shard_arrays(
             positions = tf.random.experimental.index_shuffle(positions, key, count - 1)
         if is_fixed and drop_remainder:
             positions = tf.ensure_shape(positions, [batch])
-        return tf.nest.map_structure(lambda t: None if t is None else tf.gather(t, positions), tensors)
+        return arrays.rows_at(tensors, positions)
 
     def epoch_of(_: tf.Tensor) -> tf.data.Dataset:
         epoch = epochs.assign_add(1)

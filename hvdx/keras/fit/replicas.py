@@ -1,7 +1,7 @@
 """Comparison, broadcast and averaging of the replicas of a model."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -108,27 +108,60 @@ def broadcast(variables: Sequence[Variable], root: int, comm: Comm) -> None:
         root: rank whose values all ranks receive.
         comm: the ranks.
     """
-    for variable in variables:
-        rows, length = _rows_of_a_block(variable), _length(variable)
-        if rows >= length:
-            (value,) = comm.broadcast([tf.convert_to_tensor(variable)], root, "weights")
-            variable.assign(value)
+    # If the root dies, another rank takes its place, and all variables are sent once more.
+    for group in [variables] if comm.survives else _blocks(variables):
+        if len(group) == 1 and _bytes_of(group[0]) > _BLOCK_BYTES and not comm.survives:
+            _broadcast_rows(group[0], root, comm)
             continue
-        # An assignment to rows leaves the others where they are; that of the whole would need memory for both.
-        mine = np.asarray(tf.convert_to_tensor(variable)) if comm.rank == root else None
-        handle = (variable.value if isinstance(variable, keras.Variable) else variable).handle
-        for low in range(0, length, rows):
-            high = min(low + rows, length)
-            # While another rank held a tensor of its own values, an assignment would copy all of them.
-            empty = np.empty((high - low, *variable.shape[1:]), tf.as_dtype(variable.dtype).as_numpy_dtype)
-            (value,) = comm.broadcast([empty if mine is None else mine[low:high]], root, "weights")
-            if mine is None:
-                tf.raw_ops.ResourceScatterUpdate(
-                    resource=handle, indices=np.arange(low, high), updates=_without_copy(value)
-                )
+        values = comm.broadcast([_array_of(v) for v in group], root, "weights")
+        for variable, value in zip(group, values, strict=True):
+            variable.assign(value)
+
+
+def _blocks(variables: Sequence[Variable]) -> Iterator[list[Variable]]:
+    """Yield the variables in groups of up to `_BLOCK_BYTES`; larger variables alone."""
+    group: list[Variable] = []
+    total = 0
+    for variable in variables:
+        size = _bytes_of(variable)
+        if group and total + size > _BLOCK_BYTES:
+            yield group
+            group, total = [], 0
+        group.append(variable)
+        total += size
+    if group:
+        yield group
+
+
+def _array_of(variable: Variable) -> np.ndarray:
+    """Return the values of a variable, where they are on a CPU."""
+    tensor = tf.convert_to_tensor(variable)
+    # `numpy` copies, and NumPy itself does not take a scalar of bfloat16.
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
+
+
+def _bytes_of(variable: Variable) -> int:
+    return tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
+
+
+def _broadcast_rows(variable: Variable, root: int, comm: Comm) -> None:
+    """Overwrite a variable block by block: another array of its size would need as much memory again."""
+    mine = _array_of(variable) if comm.rank == root else None
+    handle = (variable.value if isinstance(variable, keras.Variable) else variable).handle
+    length = int(variable.shape[0])
+    rows = max(_BLOCK_BYTES * length // _bytes_of(variable), 1)
+    for low in range(0, length, rows):
+        high = min(low + rows, length)
+        # While another rank held a tensor of its own values, an assignment would copy all of them.
+        empty = np.empty((high - low, *variable.shape[1:]), tf.as_dtype(variable.dtype).as_numpy_dtype)
+        (value,) = comm.broadcast([empty if mine is None else mine[low:high]], root, "weights")
         if mine is None:
-            # An assignment to rows makes each later step copy the variable that it reads.
-            tf.raw_ops.DisableCopyOnRead(resource=handle)
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=handle, indices=np.arange(low, high), updates=_without_copy(value)
+            )
+    if mine is None:
+        # An assignment to rows makes each later step copy the variable that it reads.
+        tf.raw_ops.DisableCopyOnRead(resource=handle)
 
 
 def _without_copy(value: npt.ArrayLike) -> npt.ArrayLike:
@@ -136,16 +169,6 @@ def _without_copy(value: npt.ArrayLike) -> npt.ArrayLike:
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f" or not is_aligned(value):
         return value
     return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
-
-
-def _length(variable: Variable) -> int:
-    return int(variable.shape[0]) if len(variable.shape) else 1
-
-
-def _rows_of_a_block(variable: Variable) -> int:
-    """Return how many rows of a variable, along its first axis, are a block, at least one."""
-    size = tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
-    return max(_BLOCK_BYTES * _length(variable) // max(size, 1), 1)
 
 
 def broadcast_state(model: keras.Model, root: int, comm: Comm, excluded: Collection[int] = ()) -> None:
@@ -187,7 +210,7 @@ def _root_among(ranks: Comm, root: int, comm: Comm) -> int:
 
 def digests(variables: Sequence[Variable]) -> list[bytes]:
     """Return a digest of 8 bytes of each variable's bits; b"" for an empty variable."""
-    return [_digest(np.asarray(tf.convert_to_tensor(v))) if 0 not in v.shape else b"" for v in variables]
+    return [_digest(_array_of(v)) if 0 not in v.shape else b"" for v in variables]
 
 
 def _digest(array: np.ndarray) -> bytes:

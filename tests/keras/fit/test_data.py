@@ -3,6 +3,7 @@
 # Tests: hvdx/keras/fit/arrays.py
 
 import gc
+import weakref
 
 import keras
 import numpy as np
@@ -11,7 +12,9 @@ import tensorflow as tf
 
 import hvdx
 from hvdx.errors import ConfigError
+from hvdx.keras.fit import arrays
 from hvdx.keras.fit import data as shares
+from hvdx.keras.fit.agreement.sample import sample
 
 
 def batches(dataset):
@@ -204,3 +207,41 @@ def test_fit_takes_shares_of_every_form():
     for data in (([a, a], [1.0, 2.0, 3.0, 4.0]), ((a, a), a[:, 0], a[:, 1])):
         model.fit(hvdx.shard(data, 2, rank=0, size=2), verbose=0)
     model.predict(hvdx.shard(([a, a], None, a[:, 0]), 2, rank=0, size=2), verbose=0)
+
+
+def test_large_arrays_stay_where_they_are(monkeypatch, tmp_path):
+    """A memmap too; batches, samples of the data and validation are those of small arrays, which become tensors."""
+    x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float64, (40, 3))
+    x[:], y = np.random.default_rng(0).random((40, 3)), np.arange(40, dtype=np.int16)
+    small = hvdx.shard({"x": x, "y": y}, 4, validation_split=0.3, rank=1, size=2)
+    expected = arrays.tensors_of((x, y))
+    monkeypatch.setattr(arrays, "_LARGE", 0)
+    copies = []
+    monkeypatch.setattr(np, "take", lambda array, at, axis: copies.append(len(at)) or array[at])
+    large = hvdx.shard({"x": x, "y": y}, 4, validation_split=0.3, rank=1, size=2)
+    for ours, theirs in zip(large, small, strict=True):
+        assert ours.element_spec == theirs.element_spec
+        for mine, other in zip(ours, theirs, strict=True):
+            assert {k: v.numpy().tobytes() for k, v in mine.items()} == {
+                k: v.numpy().tobytes() for k, v in other.items()
+            }
+    assert max(copies) <= 4
+    found = arrays.tensors_of((x, y))
+    assert np.shares_memory(found[0]._array, x)
+    assert sample(found).digest() == sample(expected).digest()
+    held = [weakref.ref(rows) for rows in found]
+    del found
+    gc.collect()
+    assert not any(reference() for reference in held)
+
+
+def test_large_array_is_freed_with_its_dataset(monkeypatch):
+    monkeypatch.setattr(arrays, "_LARGE", 0)
+    array = np.arange(8.0)
+    iterator = iter(hvdx.shard(array, 2, shuffle=False, rank=0, size=1))
+    gc.collect()
+    assert next(iterator).numpy().tolist() == [0, 1]
+    held = weakref.ref(array)
+    del array, iterator
+    gc.collect()
+    assert held() is None

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 
+from hvdx.keras.fit.arrays import Rows
 from hvdx.keras.types import Arrays
 
 # Rows of an array in a sample, elements of a row that count, and bytes that are read for it.
@@ -46,7 +47,7 @@ def sample(arrays: Arrays, paths: bool = False) -> Sample:
     """Return a sample of evenly spaced rows, the first and the last included.
 
     Args:
-        arrays: tensors or NumPy arrays in any structure; ragged and sparse tensors count as their components.
+        arrays: tensors, `Rows` or NumPy arrays in any structure; ragged and sparse tensors count as their components.
         paths: strings are names of files, whose folders may differ between hosts.
 
     Example:
@@ -54,7 +55,7 @@ def sample(arrays: Arrays, paths: bool = False) -> Sample:
         (('float32', (100, 3)),)
     """
     parts = [part for part in tf.nest.flatten(arrays, expand_composites=True) if hasattr(part, "shape")]
-    parts = [part if isinstance(part, tf.Tensor | np.ndarray) else np.asarray(part) for part in parts]
+    parts = [part if isinstance(part, tf.Tensor | np.ndarray | Rows) else np.asarray(part) for part in parts]
     spec = tuple((tf.as_dtype(part.dtype).name, tuple(part.shape)) for part in parts)
     return Sample(spec, [_rows(part, paths) for part in parts])
 
@@ -86,7 +87,7 @@ def _close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.isclose(a, b, rtol=_ROUNDING, atol=_ROUNDING * scale, equal_nan=True).all())
 
 
-def _rows(array: tf.Tensor | np.ndarray, paths: bool) -> np.ndarray:
+def _rows(array: tf.Tensor | np.ndarray | Rows, paths: bool) -> np.ndarray:
     """Return a number for each sampled row of an array or tensor; a scalar is one row."""
     shape = tuple(array.shape)
     count = shape[0] if shape else 1
@@ -99,6 +100,8 @@ def _rows(array: tf.Tensor | np.ndarray, paths: bool) -> np.ndarray:
         rows = np.asarray(array)
     elif isinstance(array, tf.Tensor):
         rows = tf.gather(array, at).numpy()
+    elif isinstance(array, Rows):
+        rows = array.read(at)
     else:
         rows = np.asarray(array[at])
     rows = rows.reshape(len(at), -1)
