@@ -18,6 +18,8 @@ _CHUNK, _CAST_CHUNK = 1 << 16, 1 << 20
 # Bytes of a block within a host, and of one that goes to other hosts, where the first and the last of its messages wait
 # for each other.
 _HOST_BLOCK, _LINK_BLOCK = 1 << 22, 1 << 25
+# Bytes of a vector that is sent alone: a sum of its own takes a millisecond longer, and two copies of it are saved.
+_APART = 1 << 22
 # Between two meetings of the ranks, a block is written, the one before it added up, the one before that copied back.
 _SLOTS = 3
 
@@ -85,7 +87,9 @@ class DenseSums:
         size, itemsize = sum(v.size for v in vectors), vectors[0].itemsize
         if self._local is not None and size and min(size * itemsize, self._block) > self._capacity:
             self._share(min(size * itemsize, self._block))
-        blocks = _blocks(tuple(v.size for v in vectors), self._block // itemsize)
+        # In shared memory, vectors are copied in any case.
+        apart = 0 if self._local is not None else _APART // itemsize
+        blocks = _blocks(tuple(v.size for v in vectors), self._block // itemsize, apart)
         if self._local is not None:
             self._add_up_in_memory(self._local, vectors, blocks, scale, cast)
             return
@@ -163,8 +167,13 @@ Block = list[tuple[int, int, int]]
 
 
 @functools.lru_cache(maxsize=64)
-def _blocks(sizes: tuple[int, ...], limit: int) -> list[Block]:
-    """Divide vectors, one behind the other, into blocks of `limit` elements; the last one may be smaller.
+def _blocks(sizes: tuple[int, ...], limit: int, apart: int = 0) -> list[Block]:
+    """Divide vectors, one behind the other, into blocks of up to `limit` elements.
+
+    Args:
+        sizes: number of elements of each vector.
+        limit: number of elements of a block.
+        apart: number of elements from which a vector shares no block with others; 0 for none.
 
     Example:
         >>> _blocks((3, 4), 5)
@@ -173,7 +182,8 @@ def _blocks(sizes: tuple[int, ...], limit: int) -> list[Block]:
     blocks: list[Block] = []
     room = 0
     for index, size in enumerate(sizes):
-        low = 0
+        low, alone = 0, 0 < apart <= size
+        room = 0 if alone else room
         while low < size:
             if not room:
                 blocks.append([])
@@ -182,6 +192,7 @@ def _blocks(sizes: tuple[int, ...], limit: int) -> list[Block]:
             blocks[-1].append((index, low, high))
             room -= high - low
             low = high
+        room = 0 if alone else room
     return blocks
 
 
