@@ -3,7 +3,7 @@
 On one host, each rank copies a block of its vectors to memory that all can read, adds up one piece of the blocks of
 all, and copies the sum of the block back. If there are several hosts with the same number of ranks, the ranks with the
 same piece, one on each host, add up the sums of their hosts in between, so that a host's link carries one vector. The
-sums replace the vectors: what is needed beside them is as large as some blocks, whatever the size of the model.
+sums replace the vectors. The buffers hold a few blocks, whatever the size of the model.
 """
 
 import functools
@@ -84,16 +84,14 @@ class DenseSums:
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
-        size, itemsize = sum(v.size for v in vectors), vectors[0].itemsize
-        if self._local is not None and size and min(size * itemsize, self._block) > self._capacity:
-            self._share(min(size * itemsize, self._block))
-        # In shared memory, vectors are copied in any case.
-        apart = 0 if self._local is not None else _APART // itemsize
-        blocks = _blocks(tuple(v.size for v in vectors), self._block // itemsize, apart)
+        sizes, itemsize = tuple(v.size for v in vectors), vectors[0].itemsize
+        needed = min(sum(sizes) * itemsize, self._block)
+        if self._local is not None and needed > self._capacity:
+            self._share(needed)
         if self._local is not None:
-            self._add_up_in_memory(self._local, vectors, blocks, scale, cast)
+            self._add_up_in_memory(self._local, vectors, _blocks(sizes, self._block // itemsize), scale, cast)
             return
-        for block in blocks:
+        for block in _blocks(sizes, self._block // itemsize, _APART // itemsize):
             parts = [vectors[i][low:high] for i, low, high in block]
             flat = parts[0] if len(parts) == 1 else self._joined(parts)
             self.everyone.sum_in_order(flat, scale, cast)

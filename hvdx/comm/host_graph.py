@@ -133,8 +133,8 @@ class HostGraphComm(TensorComm):
 
         def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
             def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
-                last, mine = number == len(buckets) - 1, _apart(vectors)
-                self._behind.give(number, _marked(mine, marks) if last else mine, scale())
+                own_marks = marks if number == len(buckets) - 1 else ""
+                self._behind.give(number, _marked(_apart(vectors), own_marks), scale())
                 return [np.int64(number)]
 
             return work
@@ -363,11 +363,12 @@ def _owned(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 def _apart(vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the vectors, with a copy in place of one that is given twice: TensorFlow merges the same tensors."""
-    found: dict[int, np.ndarray] = {}
+    apart, seen = [], set()
     for vector in vectors:
-        address = vector.__array_interface__["data"][0] if vector.size else -len(found) - 1
-        found[address if address not in found else -len(found) - 1] = vector if address not in found else _fresh(vector)
-    return list(found.values())
+        address = vector.__array_interface__["data"][0]
+        apart.append(_fresh(vector) if address in seen else vector)
+        seen.add(address)
+    return apart
 
 
 def _fresh(vector: np.ndarray) -> np.ndarray:

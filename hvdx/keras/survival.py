@@ -22,7 +22,7 @@ _OWN = ("verbose", "params")
 
 
 class Survival:
-    """What the parts of a fit do for the ranks that are left, between its steps and epochs; nothing where none may die.
+    """Work of the ranks that are left after others have died, between the steps and epochs of a fit.
 
     Args:
         comm: the ranks.
@@ -123,7 +123,7 @@ class Survival:
         self._ended = epoch, logs
 
     def begin_end(self) -> None:
-        """Before the other callbacks end the fit: do what is left of the last epoch."""
+        """Finish the last epoch, before the other callbacks end the fit."""
         self.take_over(*self._ended)
 
     def end(self) -> None:

@@ -1,10 +1,14 @@
-"""Lists of variables and layers in arguments."""
+"""Lists of variables and layers in arguments, and the values of a variable."""
 
 from collections.abc import Sequence
 from types import UnionType
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from hvdx.errors import ConfigError
+from hvdx.keras.types import Variable
 
 
 def listed(value: object, kinds: type | UnionType, expected: str, remedy: str) -> list[Any]:
@@ -27,3 +31,15 @@ def listed(value: object, kinds: type | UnionType, expected: str, remedy: str) -
     if not isinstance(found, Sequence | set | frozenset) or not all(isinstance(item, kinds) for item in found):
         raise ConfigError(f"{expected}, got {value!r}. Do: {remedy}.")
     return list(found)
+
+
+def view_of(variable: Variable) -> np.ndarray:
+    """Return a variable's values; on a CPU a view of them, so copy it before the variable changes.
+
+    Example:
+        >>> view_of(tf.Variable(1.5, dtype=tf.bfloat16)).dtype.name
+        'bfloat16'
+    """
+    tensor = tf.convert_to_tensor(variable)
+    # `numpy` copies, and NumPy itself does not take a scalar of bfloat16.
+    return np.asarray(tensor) if tensor.shape.rank else np.asarray(tensor.numpy(), tensor.dtype.as_numpy_dtype)

@@ -17,6 +17,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, slots
 from hvdx.keras.seams.optimizers import averages_of, slot_prefix, trained_variables
 from hvdx.keras.types import Variable
+from hvdx.keras.variables import view_of
 
 T = TypeVar("T", tf.Tensor, np.ndarray)
 _ATTRIBUTE = "_hvdx_part"
@@ -154,7 +155,7 @@ def whole_values(variables: Sequence[Variable], group: Comm) -> list[np.ndarray]
     """
     values = []
     for variable in variables:
-        value, part = np.asarray(tf.convert_to_tensor(variable)), part_of(variable)
+        value, part = view_of(variable), part_of(variable)
         if part is not None:
             value = part.join(group.all_gather_object(value, "parts of a split layer"))
         values.append(np.array(value))

@@ -65,7 +65,7 @@ def test_sum_in_order_has_the_bits_of_rank_order():
 @pytest.mark.parametrize("sizes", [(), (300_000,) * 4], ids=["at once", "in buckets"])
 @pytest.mark.graph(every=True)
 def test_sums_in_place_change_nothing_that_is_read_elsewhere(sizes):
-    """A variable's value, a constant, and what is given twice: TensorFlow merges what is computed alike."""
+    """Sums of a variable, a constant and two equal tensors: TensorFlow gives equal tensors one memory."""
     graph = HostGraphComm(world.start())
     graph._overlaps = bool(sizes)
     variable, how = tf.Variable(tf.ones(300_000)), Reduction(average=False, sizes=sizes)

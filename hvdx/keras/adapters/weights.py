@@ -15,6 +15,7 @@ from hvdx.keras.optimizer_state import innermost, moving_averages
 from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.seams.optimizers import rate_of
 from hvdx.keras.types import Gradient, Variable
+from hvdx.keras.variables import view_of
 from hvdx.keras.weight_parts import by_ranks, mark_state
 from hvdx.strategies import HostExchange, StepInput, Strategy
 
@@ -115,7 +116,7 @@ class WeightsAdapter(HostAdapter):
         exchange, variables = self._open[key]
         if not exchange.is_open:
             with tf.init_scope():
-                exchange.begin([np.asarray(tf.convert_to_tensor(v)) for v in variables])
+                exchange.begin([view_of(v) for v in variables])
                 self._flag(key).assign(True)
             exchange.restart_timer()
 
@@ -128,7 +129,7 @@ class WeightsAdapter(HostAdapter):
             variables = self._open[key][1]
             if not exchange.is_open:
                 # This rank has skipped all its steps. The others may have taken some, so it begins the session, too.
-                exchange.begin([np.asarray(tf.convert_to_tensor(v)) for v in variables])
+                exchange.begin([view_of(v) for v in variables])
             final = exchange.flush()
             self._flag(key).assign(False)
             if final is not None:

@@ -21,6 +21,7 @@ from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import common_generator
 from hvdx.keras.seams.optimizers import trained_variables
 from hvdx.keras.types import Variable
+from hvdx.keras.variables import view_of
 from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.version import __version__
 
@@ -175,7 +176,7 @@ def value_of(variable: Variable) -> np.ndarray:
     Raises:
         ConfigError: if the variable holds no numbers.
     """
-    array = np.asarray(tf.convert_to_tensor(variable))
+    array = view_of(variable)
     if array.dtype == object:
         raise ConfigError(f"variable {variable.path}: expected numbers, got {variable.dtype}, which is not saved.")
     return array

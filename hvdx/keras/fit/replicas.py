@@ -17,6 +17,7 @@ from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.rank_local import declared, rank_local_ids
 from hvdx.keras.optimizer_state import accumulated_gradients
 from hvdx.keras.types import Variable
+from hvdx.keras.variables import view_of
 from hvdx.keras.weight_parts import by_ranks, mark_state, part_of, whole_shape
 
 # Bytes of a variable that are broadcast at a time.
@@ -108,14 +109,21 @@ def broadcast(variables: Sequence[Variable], root: int, comm: Comm) -> None:
         root: rank whose values all ranks receive.
         comm: the ranks.
     """
-    # If the root dies, another rank takes its place, and all variables are sent once more.
-    for group in [variables] if comm.survives else _blocks(variables):
-        if len(group) == 1 and _bytes_of(group[0]) > _BLOCK_BYTES and not comm.survives:
+    if comm.survives:
+        # If the root dies, another rank takes its place, and sends all variables once more.
+        _broadcast_together(variables, root, comm)
+        return
+    for group in _blocks(variables):
+        if _bytes_of(group[0]) > _BLOCK_BYTES:
             _broadcast_rows(group[0], root, comm)
-            continue
-        values = comm.broadcast([_array_of(v) for v in group], root, "weights")
-        for variable, value in zip(group, values, strict=True):
-            variable.assign(value)
+        else:
+            _broadcast_together(group, root, comm)
+
+
+def _broadcast_together(variables: Sequence[Variable], root: int, comm: Comm) -> None:
+    values = comm.broadcast([view_of(v) for v in variables], root, "weights")
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def _blocks(variables: Sequence[Variable]) -> Iterator[list[Variable]]:
@@ -133,20 +141,13 @@ def _blocks(variables: Sequence[Variable]) -> Iterator[list[Variable]]:
         yield group
 
 
-def _array_of(variable: Variable) -> np.ndarray:
-    """Return the values of a variable, where they are on a CPU."""
-    tensor = tf.convert_to_tensor(variable)
-    # `numpy` copies, and NumPy itself does not take a scalar of bfloat16.
-    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
-
-
 def _bytes_of(variable: Variable) -> int:
     return tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
 
 
 def _broadcast_rows(variable: Variable, root: int, comm: Comm) -> None:
     """Overwrite a variable block by block: another array of its size would need as much memory again."""
-    mine = _array_of(variable) if comm.rank == root else None
+    mine = view_of(variable) if comm.rank == root else None
     handle = (variable.value if isinstance(variable, keras.Variable) else variable).handle
     length = int(variable.shape[0])
     rows = max(_BLOCK_BYTES * length // _bytes_of(variable), 1)
@@ -210,7 +211,7 @@ def _root_among(ranks: Comm, root: int, comm: Comm) -> int:
 
 def digests(variables: Sequence[Variable]) -> list[bytes]:
     """Return a digest of 8 bytes of each variable's bits; b"" for an empty variable."""
-    return [_digest(_array_of(v)) if 0 not in v.shape else b"" for v in variables]
+    return [_digest(view_of(v)) if 0 not in v.shape else b"" for v in variables]
 
 
 def _digest(array: np.ndarray) -> bytes:
@@ -278,7 +279,7 @@ def average_state(model: keras.Model, comm: Comm) -> list[Variable]:
     means = [v for v in found if tf.as_dtype(v.dtype).is_floating]
     others = [v for v in found if not tf.as_dtype(v.dtype).is_floating]
     if means:
-        mine = [np.ravel(tf.convert_to_tensor(v).numpy()).astype(np.float64) for v in means]
+        mine = [np.ravel(view_of(v)).astype(np.float64) for v in means]
         counts = np.array([np.isfinite(m).all() for m in mine], np.float64)
         shares = [m if count else np.zeros_like(m) for m, count in zip(mine, counts, strict=True)]
         total = comm.all_reduce_sum(np.concatenate([counts, *shares]), "moving averages")
