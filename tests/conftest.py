@@ -1,6 +1,10 @@
 """Setup of all tests: a faster start of Keras, and kernels loaded from the cache."""
 
 import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +34,15 @@ def root_logger():
     before = [*logging.root.handlers]
     yield
     logging.root.handlers[:] = before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def launchers_folders():
+    """Remove what killed launchers leave: an mpirun with the process id of one that was killed cannot start."""
+    for folder in Path(tempfile.gettempdir()).glob("ompi.*"):
+        pid = folder.name.rpartition(".")[2]
+        if pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_finish(session):
