@@ -356,9 +356,13 @@ def _owned(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     that is read here makes TensorFlow neither compute it while it optimises the graph, nor merge those of two calls.
     """
     now = _sequence().read_value()
-    none = tf.range(now, now)
-    places, empty = none[:, None], {t.dtype: tf.cast(none, t.dtype) for t in tensors}
-    return [tf.tensor_scatter_nd_update(tensor, places, empty[tensor.dtype]) for tensor in tensors]
+    place, none = now[None], tf.range(now, now)
+    return [
+        tf.raw_ops.TensorStridedSliceUpdate(
+            input=t, begin=place, end=place, strides=tf.ones_like(place), value=tf.cast(none, t.dtype)
+        )
+        for t in tensors
+    ]
 
 
 def _apart(vectors: Sequence[np.ndarray]) -> list[np.ndarray]:

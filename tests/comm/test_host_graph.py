@@ -14,6 +14,7 @@ from hvdx.comm.host_graph import HostGraphComm, on_host
 from hvdx.comm.local import virtual_world
 from hvdx.comm.tensors import MismatchError
 from hvdx.errors import ConfigError, ExchangeError, ReplicaError
+from hvdx.keras.adapters.first_bad import FirstBad
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS
 from tests.strategies.virtual import on_all, on_hosts
 
@@ -181,3 +182,31 @@ def test_variable_does_not_follow_a_reused_array(copy_results):
     work(2.0)
     # Without a copy, the variable has the array's memory.
     assert variable.numpy()[0] == (1.0 if copy_results else 2.0)
+
+
+def test_computed_gradients_are_summed_where_they_are():
+    """The check for NaN reads them too: a sum that began beside it would have to copy them."""
+    tf.config.run_functions_eagerly(False)
+    comm, first, summed = HostGraphComm(virtual_world(1)[0]), FirstBad(), []
+    add_up = comm._dense.add_up
+
+    def address(array):
+        return np.int64(array.__array_interface__["data"][0])
+
+    def record(vectors, scale, cast):
+        summed.append(address(vectors[0]))
+        return add_up(vectors, scale, cast)
+
+    comm._dense.add_up = record
+
+    @tf.function
+    def step(rows):
+        gradient = tf.matmul(rows, rows, transpose_a=True)
+        # An operation of Python holds the gradient as long as it runs, so the others begin after it.
+        place = tf.numpy_function(address, [gradient], tf.int64, stateful=False)
+        with tf.control_dependencies([place]):
+            seen = first.look([tf.identity(gradient)], tf.constant(1, tf.int64))
+        return place, comm.all_reduce(seen, Reduction(), "test")
+
+    computed = [int(step(tf.ones([4, 2048]))[0]) for _ in range(5)]
+    assert computed == summed

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from hvdx.keras.adapters.base import values_of, with_values
+from hvdx.keras.types import Gradient
+
 # The cheapest tensor summary of tfdbg, in one pass without a copy: [an id, whether the tensor holds NaN or infinity].
 _HEALTH = 2
 _FLOAT_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -17,7 +20,7 @@ class FirstBad:
 
     Example:
         >>> first = FirstBad()
-        >>> first.look([tf.constant([1.0]), tf.constant([float("nan")])], tf.constant(7, tf.int64))
+        >>> seen = first.look([tf.constant([1.0]), tf.constant([float("nan")])], tf.constant(7, tf.int64))
         >>> first.found.numpy().tolist()
         [7, 1]
     """
@@ -30,25 +33,35 @@ class FirstBad:
         """Clear the record."""
         self.found.assign([0, 0])
 
-    def look(self, values: Sequence[tf.Tensor], step: tf.Tensor) -> None:
+    def look(self, gradients: Sequence[Gradient], step: tf.Tensor) -> list[Gradient]:
         """Record the step if one of its gradients is the first to hold NaN or infinity.
 
         Args:
-            values: gradients as tensors; those that are not floating-point count as finite.
+            gradients: those that are not floating-point count as finite.
             step: int64 scalar, number of the step.
+
+        Returns:
+            The gradients after they have been read: the all-reduce can then write to their memory.
         """
-        if not values:
-            return
-        bad = bad_flags(values)
+        if not gradients:
+            return []
+        read = [_health(values_of(g)) for g in gradients]
+        bad = tf.stack(read)[:, 1]
         with tf.device("CPU:0"):
             now = tf.stack([step, tf.argmax(bad, output_type=tf.int64)])
             first = tf.logical_and(tf.reduce_any(bad > 0), self.found[0] == 0)
             self.found.assign(tf.where(first, now, self.found))
+        return [with_values(g, _after(r, values_of(g))) for g, r in zip(gradients, read, strict=True)]
 
 
 def bad_flags(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return float32[n]: 1 for each tensor that holds NaN or infinity, 0 for the others."""
     return tf.stack([_health(value) for value in values])[:, 1]
+
+
+def _after(read: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    with tf.control_dependencies([read]):
+        return tf.identity(value)
 
 
 def _health(value: tf.Tensor) -> tf.Tensor:

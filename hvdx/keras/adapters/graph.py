@@ -55,7 +55,7 @@ class GraphAdapter(Adapter):
         if not self.holds_loss_scale:
             refuse_local_skip()
             # With a loss scale this check is left out: an overflow is normal there, and the step is skipped.
-            self._first_bad.look([values_of(g) for g in gradients], self.steps)
+            gradients = self._first_bad.look(gradients, self.steps)
         # The timer waits for all gradients. The exchange sends each group when the group is complete.
         with tf.control_dependencies([values_of(g) for g in gradients]):
             begin = tf.timestamp()
