@@ -6,9 +6,10 @@
 
 One process trains a network in plain Keras, and two workers train it under each strategy, each in new processes. The
 network has one dense layer of nearly all weights ("wide"), many dense layers of 4,096 units ("layers"), or a table of
-which a batch reads some rows ("table"), or it is small, and the samples are large ("samples"). Memory is the peak
-resident size of a rank, the largest of the ranks, in each phase: from its start to the end of the first step, in later
-steps, and at the end of an epoch.
+which a batch reads some rows ("table"), or it is small, and the samples are large ("samples"). Two networks have many
+variables, and a size of their own: Keras' ResNet50V2 ("resnet", 174) and dense layers of 16 units ("narrow", 402).
+Memory is the peak resident size of a rank, the largest of the ranks, in each phase: from its start to the end of the
+first step, in later steps, and at the end of an epoch.
 """
 
 import argparse
@@ -33,7 +34,7 @@ STRATEGIES = {
     "Threshold, Adam": ("threshold", "adam"),
 }
 PHASES = ("start", "steps", "end of an epoch")
-_STEPS, _EPOCHS, _BATCH, _UNITS, _WIDTH = 6, 2, 16, 4096, 64
+_STEPS, _EPOCHS, _BATCH, _UNITS, _WIDTH, _IMAGE = 6, 2, 16, 4096, 64, (64, 64, 3)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=990, metavar="N", help="MB of weights or samples")
     parser.add_argument(
-        "--network", choices=("wide", "layers", "table", "samples"), default="wide", help="network that is trained"
+        "--network",
+        choices=("wide", "layers", "table", "samples", "resnet", "narrow"),
+        default="wide",
+        help="network that is trained",
     )
     parser.add_argument(
         "--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), metavar="NAME", help="some of them"
@@ -67,7 +71,7 @@ def compare(options: argparse.Namespace) -> int:
         ("peak GB: start, steps, end of an epoch", lambda row: ", ".join(f"{v:.2f}" for v in row["GB"])),
         harness.figure("more than alone, GB", "more_GB", ".2f"),
         harness.figure("first step, s", "first_s", ".1f"),
-        harness.figure("later steps, s", "step_s", ".2f"),
+        harness.figure("later steps, s", "step_s", ".3f"),
     ]
     cases = [{"strategy": name} for name in options.strategies]
     shared = {"megabytes": options.megabytes, "network": options.network}
@@ -123,12 +127,19 @@ def _network(setting: argparse.Namespace) -> Any:
     """Return a model of the size of the setting, and its input for one sample."""
     import keras
 
+    if setting.network == "resnet":
+        model = keras.applications.ResNet50V2(weights=None, input_shape=_IMAGE, classes=1, classifier_activation=None)
+        return model, argparse.Namespace(shape=_IMAGE, dtype="float32")
     elements = setting.megabytes * 1e6 / 4
     if setting.network == "table":
         inputs = keras.Input((8,), dtype="int32")
         x = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(int(elements / _WIDTH), _WIDTH)(inputs))
     elif setting.network == "samples":
         inputs = x = keras.Input((_UNITS,))
+    elif setting.network == "narrow":
+        inputs = x = keras.Input((16,))
+        for _ in range(200):
+            x = keras.layers.Dense(16, "relu")(x)
     else:
         units = round(elements**0.5) if setting.network == "wide" else _UNITS
         inputs = x = keras.Input((units,))

@@ -14,10 +14,11 @@ from hvdx.comm import Comm
 from hvdx.comm.host_graph import on_host, wait_for
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import updates
-from hvdx.keras.adapters.base import apply_constraints, device_of
+from hvdx.keras.adapters.base import apply_constraints, device_of, values_of, with_values
 from hvdx.keras.adapters.host import DELETED, HostAdapter, unsent_on_gpu
 from hvdx.keras.seams.layers import on_assign, raw_variable
 from hvdx.keras.types import Gradient, Variable
+from hvdx.keras.variables import view_of
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import HostExchange, Strategy
 from hvdx.strategies.base import agree_on_steps
@@ -67,30 +68,26 @@ class PeriodicAdapter(HostAdapter):
             wanted = self._weighed(updates.updates_of(optimizer, step, variables))
         period.expect(self._sample_sizes(optimizer, gradients, variables))
 
-        def sample() -> Sequence[tf.Tensor]:
+        with tf.device("CPU:0"):
+            begins, ends = tf.equal(period.since, 0), period.since + 1 >= period.length
+            only = tf.logical_and(begins, ends)
+
+        def go_alone() -> tf.Tensor:
+            period.go_alone(wanted, first_bad)
+            return tf.constant(True)
+
+        def exchange() -> tf.Tensor:
+            with tf.device("CPU:0"):
+                steps = tf.where(only, tf.ones_like(period.since), period.since)
+                bad = tf.where(only, tf.cast(first_bad, tf.int32), period.first_bad)
             # It costs some operations for each variable, and only that of the last step is exchanged.
-            return self._sample(optimizer, gradients, variables)
+            sample = self._sample(optimizer, gradients, variables)
+            return self._advance(period, period.changes_or(only, wanted), bad, sample, steps)
 
-        def only() -> tf.Tensor:
-            period.keep()
-            return self._advance(period, [tf.convert_to_tensor(u) for u in wanted], first_bad, sample())
-
-        def first() -> tf.Tensor:
-            period.begin(wanted)
-            period.count(first_bad)
-            return tf.constant(True)
-
-        def between() -> tf.Tensor:
-            updates.add(variables, wanted)
-            period.count(first_bad)
-            return tf.constant(True)
-
-        def last() -> tf.Tensor:
-            between()
-            return self._end(period, sample())
-
-        # One conditional, since each tensor that enters one costs an operation in every step.
-        tf.switch_case(period.place, [only, first, between, last])
+        # The first step of a run is slower for each operation that is traced, so each is in one branch only.
+        tf.cond(begins, period.keep, _nothing)
+        tf.cond(only, _nothing, go_alone)
+        tf.cond(ends, exchange, _nothing)
 
     def _end(self, period: "_Period", sample: Sequence[tf.Tensor]) -> tf.Tensor:
         """Exchange the changes of a period of several steps, and begin another one."""
@@ -102,7 +99,7 @@ class PeriodicAdapter(HostAdapter):
         changes: Sequence[tf.Tensor],
         first_bad: int | tf.Tensor,
         sample: Sequence[tf.Tensor],
-        steps: int | tf.Tensor = 1,
+        steps: tf.Tensor,
     ) -> tf.Tensor:
         """Exchange changes of the weights, set the weights to the result, and begin another period."""
         variables = period.variables
@@ -327,16 +324,24 @@ class _Period:
         self._exchanges.assign(_APART)
         return self.leave(share, unsent)
 
-    def keep(self) -> None:
+    def keep(self) -> tf.Tensor:
         """Keep the weights as the shared ones."""
         for base, variable in zip(self._base, self.variables, strict=True):
             # The variables share one array until the weights move to another, so nothing is copied.
-            base.assign(tf.convert_to_tensor(variable))
+            base.assign(tf.convert_to_tensor(variable), read_value=False)
+        return tf.constant(True)
 
     def _return(self) -> tf.Tensor:
-        for variable, base in zip(self.variables, self._base, strict=True):
-            raw_variable(variable).assign(tf.ensure_shape(tf.convert_to_tensor(base), variable.shape))
+        for variable, shared in zip(self.variables, self._shared(), strict=True):
+            raw_variable(variable).assign(shared, read_value=False)
         return tf.constant(True)
+
+    def _shared(self) -> list[tf.Tensor]:
+        """Return the shared weights, after an exchange."""
+        shared = [tf.convert_to_tensor(base) for base in self._base]
+        for tensor, variable in zip(shared, self.variables, strict=True):
+            tensor.set_shape(variable.shape)
+        return shared
 
     def renew(self) -> None:
         """Prepare for new weights."""
@@ -346,53 +351,62 @@ class _Period:
     def enter(self) -> None:
         """Begin a step whose gradients have been computed: return to the shared weights."""
 
+        # TensorFlow keeps the function until the process ends.
+        period = weakref.ref(self)
+
+        def unwritten() -> list[np.bool_]:
+            # Once after a flush, so Python reads the weights, and the graph is smaller.
+            there = period()
+            return [np.bool_(there is not None and there.is_unwritten)]
+
         def check() -> tf.Tensor:
-            alike = [
-                tf.reduce_all(tf.equal(tf.convert_to_tensor(v), tf.ensure_shape(tf.convert_to_tensor(base), v.shape)))
-                for v, base in zip(self.variables, self._base, strict=True)
-            ]
+            (alike,) = on_host(unwritten, [], [tf.bool])
             with tf.device("CPU:0"):
-                self._moves.assign(tf.logical_and(self._moves, tf.reduce_all(tf.stack(alike))))
+                self._moves.assign(tf.logical_and(self._moves, tf.reshape(alike, [])))
             return tf.constant(True)
 
-        tf.switch_case(self._exchanges.read_value(), [lambda: tf.constant(True), check, self._return])
+        tf.switch_case(self._exchanges.read_value(), [_nothing, check, self._return])
+
+    @property
+    def is_unwritten(self) -> bool:
+        """True if the weights are the shared ones. Not in a graph."""
+        pairs = zip(self.variables, self._base, strict=True)
+        return all(np.array_equal(view_of(raw_variable(v)), view_of(base)) for v, base in pairs)
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Record the number of elements of each array of a sample."""
         self.samples = list(sizes)
 
-    def begin(self, changes: Sequence[Gradient]) -> None:
-        """Keep the shared weights, and add the updates of the first step of the period to them."""
+    def go_alone(self, changes: Sequence[Gradient], first_bad: int | tf.Tensor) -> None:
+        """Count a step, and add its updates to the weights of this rank."""
         with tf.device("CPU:0"):
             self._exchanges.assign(0)
-        for base, variable, change in zip(self._base, self.variables, changes, strict=True):
-            before = tf.convert_to_tensor(variable)
-            # The variables share one array until the weights move to another, so nothing is copied.
-            base.assign(before)
-            if isinstance(change, tf.IndexedSlices):
-                updates.add([variable], [change])
-            else:
-                raw_variable(variable).assign(before + tf.cast(change, before.dtype))
-
-    def count(self, first_bad: int | tf.Tensor) -> None:
-        """Count a step."""
-        with tf.device("CPU:0"):
             self.since.assign_add(1)
             self.first_bad.assign(tf.where(self.first_bad < 0, tf.cast(first_bad, tf.int32), self.first_bad))
-
-    @property
-    def place(self) -> tf.Tensor:
-        """int32, place of the next step in the period: 0 if it is the only one, 1 the first, 2 between, 3 the last."""
-        with tf.device("CPU:0"):
-            begins, ends = tf.equal(self.since, 0), self.since + 1 >= self.length
-            return tf.where(ends, tf.where(begins, 0, 3), tf.where(begins, 1, 2))
+        updates.add(self.variables, changes)
 
     def changes(self) -> list[tf.Tensor]:
         """Return what this rank has added to each weight."""
-        return [
-            tf.convert_to_tensor(v) - tf.ensure_shape(tf.convert_to_tensor(base), v.shape)
-            for v, base in zip(self.variables, self._base, strict=True)
-        ]
+        pairs = zip(self.variables, self._shared(), strict=True)
+        return [tf.convert_to_tensor(v) - shared for v, shared in pairs]
+
+    def changes_or(self, only: tf.Tensor, wanted: Sequence[Gradient]) -> list[tf.Tensor]:
+        """Return the updates of the step if it is the only one of the period, else `changes`.
+
+        Args:
+            only: bool scalar, whether it is.
+            wanted: updates of the step, one for each variable.
+        """
+        if tf.executing_eagerly():
+            return [tf.convert_to_tensor(u) for u in wanted] if only else self.changes()
+        changes = []
+        for update, variable, shared in zip(wanted, self.variables, self._shared(), strict=True):
+            # A conditional would make a function, see `HostAdapter`. What is not chosen is not computed.
+            weights, _ = tf.raw_ops.Switch(data=tf.convert_to_tensor(variable), pred=only)
+            _, values = tf.raw_ops.Switch(data=values_of(update), pred=only)
+            alone = tf.convert_to_tensor(with_values(update, values))
+            changes.append(tf.raw_ops.Merge(inputs=[alone, weights - shared])[0])
+        return changes
 
     def add(self, combined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Add a change to the shared weights, and return tensors that are computed after that."""
@@ -411,9 +425,9 @@ class _Period:
             share = share * tf.cast(tf.logical_and(self._moves, before > 0), share.dtype)
             self._exchanges.assign(tf.where(self._moves, tf.minimum(before + 1, _APART), 0))
         moved = []
-        for variable, base, rest in zip(self.variables, self._base, unsent, strict=True):
-            shared = tf.ensure_shape(tf.convert_to_tensor(base), variable.shape)
-            moved.append(raw_variable(variable).assign(shared + tf.cast(share * rest, shared.dtype)))
+        for variable, shared, rest in zip(self.variables, self._shared(), unsent, strict=True):
+            ahead = shared + tf.cast(share * rest, shared.dtype)
+            moved.append(raw_variable(variable).assign(ahead, read_value=False))
         return moved
 
     def restart(self, length: tf.Tensor) -> None:
@@ -422,6 +436,10 @@ class _Period:
             self.length.assign(length)
             self.since.assign(0)
             self.first_bad.assign(-1)
+
+
+def _nothing() -> tf.Tensor:
+    return tf.constant(True)
 
 
 def _empty(variable: Variable) -> tf.Variable:

@@ -73,14 +73,16 @@ def updates_of(
     return _divert_updates(optimizer, step, variables) if _is_keras(optimizer) else _measure_updates(step, variables)
 
 
-def add(variables: Sequence[Variable], changes: Sequence[Gradient]) -> list[tf.Tensor]:
-    """Add updates to variables in place; return tensors that are computed after that."""
+def add(variables: Sequence[Variable], changes: Sequence[Gradient]) -> list[tf.Operation]:
+    """Add updates to variables in place; return the operations that do it."""
     added = []
     for variable, update in zip(variables, changes, strict=True):
         # The sum of a Keras variable and a tensor would be a third array.
         raw = raw_variable(variable)
-        sparse = isinstance(update, tf.IndexedSlices)
-        added.append(raw.scatter_add(update) if sparse else raw.assign_add(tf.cast(update, variable.dtype)))
+        if isinstance(update, tf.IndexedSlices):
+            added.append(raw.scatter_add(update))
+        else:
+            added.append(raw.assign_add(tf.cast(update, variable.dtype), read_value=False))
     return added
 
 
