@@ -104,12 +104,13 @@ class AveragingExchange(Exchange[Tensor]):
         self.elements = sum(s.elements for s in specs)
         self.sent = ring_bytes(sum(s.elements * s.itemsize for s in specs), comm.size)
 
-    def step(self, tensors: Sequence[Tensor], weights: Finite = True) -> list[Tensor]:
-        """Return the weighted means over the ranks.
+    def step(self, tensors: Sequence[Tensor], weights: Finite = True, name: str = "") -> list[Tensor]:
+        """Return the weighted means over the ranks, of all tensors or of some.
 
         Args:
             tensors: tensors of this rank times its weight; zeros if the rank is left out.
             weights: weight of this rank, by dtype of the tensors.
+            name: addition to the names of the collectives.
 
         Returns:
             The weighted means, the same bits on every rank; NaN on all ranks if all are left out.
@@ -120,7 +121,8 @@ class AveragingExchange(Exchange[Tensor]):
         for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):
             members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
             shares = [weights[dtype], *(tensors[i] for i in members)]
-            total, *sums = self._comm.all_reduce(shares, Reduction(average=False), f"{self._name}.average.{dtype.name}")
+            called = f"{self._name}.average{name}.{dtype.name}"
+            total, *sums = self._comm.all_reduce(shares, Reduction(average=False), called)
             means |= {i: s / total for i, s in zip(members, sums, strict=True)}
         return [means[i] for i in range(len(tensors))]
 

@@ -128,7 +128,9 @@ def _network(setting: argparse.Namespace) -> Any:
     import keras
 
     if setting.network == "resnet":
-        model = keras.applications.ResNet50V2(weights=None, input_shape=_IMAGE, classes=1, classifier_activation=None)
+        # Without the sigmoid it diverges.
+        build = keras.applications.ResNet50V2
+        model = build(weights=None, input_shape=_IMAGE, classes=1, classifier_activation="sigmoid")
         return model, argparse.Namespace(shape=_IMAGE, dtype="float32")
     elements = setting.megabytes * 1e6 / 4
     if setting.network == "table":

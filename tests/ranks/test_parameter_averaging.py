@@ -14,6 +14,7 @@ import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import checkpoint
+from hvdx.keras.adapters import averaging
 from hvdx.keras.adapters.optimizer import adapter_of, attach, detach
 from hvdx.keras.fit import replicas
 from hvdx.keras.optimizer_state import slots
@@ -150,6 +151,24 @@ def test_nonlinear_optimizers_and_longer_periods_differ_from_all_reduce(name, pe
     fit(averaged, hvdx.ParameterAveraging(period))
     fit(reduced, hvdx.AllReduce())
     assert (far(averaged, reduced) > 1e-4) == (hvdx.size() > 1)
+
+
+@pytest.mark.graph
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_rows_change_no_bits(monkeypatch, dtype):
+    """Of weights and momenta; the last block has fewer rows, and a bias has more than one."""
+    runs = []
+    for large in (averaging._LARGE_BYTES, 8):
+        monkeypatch.setattr(averaging, "_LARGE_BYTES", large)
+        monkeypatch.setattr(averaging, "_BLOCK_BYTES", 60 if large == 8 else averaging._BLOCK_BYTES)
+        model = network(OPTIMIZERS["momentum"](), dtype=dtype)
+        callback = fit(model, hvdx.ParameterAveraging(4))
+        state = [*model.weights, *slots(model.optimizer)]
+        assert_identical(state)
+        runs.append([*map(replicas.digests, [state]), callback.counters.telemetry[0].divergence])
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-4)
 
 
 def test_schedule_lengthens_the_period():

@@ -1,5 +1,6 @@
 """Adapter for strategies that average weights: each rank takes its own steps between two averages."""
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -15,7 +16,9 @@ from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import Adapter, apply_constraints, describe, refuse_local_skip, scaled
+from hvdx.keras.adapters.first_bad import bad_flags
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
+from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.seams.optimizers import step_counter, trained_variables
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import mark_state, part_of, tensors_of
@@ -27,6 +30,8 @@ from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
 _have_local_momenta: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.WeakSet()
 # Sample count of a rank without samples; if no rank has any, all count the same.
 _NO_SAMPLES = 1e-6
+# A variable of more bytes is averaged in blocks of rows.
+_LARGE_BYTES, _BLOCK_BYTES = 2**26, 2**22
 
 
 class AveragingAdapter(Adapter):
@@ -167,23 +172,31 @@ class AveragingAdapter(Adapter):
 
     def _average(self) -> tf.Tensor:
         weights, state = self._averaged()
-        tensors = [_value_for_sum(v) for v in (*weights, *state)]
-        with tf.control_dependencies(tensors):
+        variables = [*weights, *state]
+        bad = tf.reduce_max(bad_flags([tf.convert_to_tensor(v) for v in variables]))
+        with tf.control_dependencies([bad]):
             begin = tf.timestamp()
-        # NaN or infinity in a tensor makes the sum non-finite, so one pass over the tensors finds it.
-        finite = tf.math.is_finite(tf.add_n([tf.cast(tf.reduce_sum(t), tf.float32) for t in tensors]))
+        finite = tf.equal(bad, 0.0)
         counts = tf.maximum(self.samples, _NO_SAMPLES) if self._counted else tf.constant(1.0)
-        together, group = counts, self._group()
+        shared, group = counts, self._group()
         if group is not None:
             # Parts hold the steps of the whole group, so its ranks are left out together, and have the same weight.
-            bad, total = tf.unstack(group.sum(tf.stack([tf.cast(tf.logical_not(finite), tf.float32), counts])))
-            finite, together = tf.equal(bad, 0.0), total / group.size
-        is_part = [part_of(v) is not None for v in (*weights, *state)]
-        means = self._means(tensors, is_part, *(tf.where(finite, weight, 0.0) for weight in (counts, together)))
-        with tf.control_dependencies(means):
+            bad, total = tf.unstack(group.sum(tf.stack([bad, counts])))
+            finite, shared = tf.equal(bad, 0.0), total / group.size
+        weight, weight_of_parts = (tf.where(finite, w, 0.0) for w in (counts, shared))
+        # The exchange of split layers takes all tensors at once.
+        split = any(part_of(v) is not None for v in variables)
+        large = [v for v in variables if _bytes_of(v) > _LARGE_BYTES and not split]
+        small = [v for v in variables if _bytes_of(v) <= _LARGE_BYTES or split]
+        before = [_value_for_sum(tf.convert_to_tensor(v)) for v in small]
+        means = self._means(before, [part_of(v) is not None for v in small], weight, weight_of_parts)
+        in_rows = {id(v): self._average_rows(v, weight, f".{i}") for i, v in enumerate(large)}
+        with tf.control_dependencies([*means, *(norm for _, norm in in_rows.values())]):
             self._seconds.assign_add(tf.timestamp() - begin)
-        self._divergence.assign(_relative_distance(tensors[: len(weights)], means[: len(weights)]))
-        for variable, mean in zip((*weights, *state), means, strict=True):
+        at_once = {id(v): _squares(mine, mean) for v, mine, mean in zip(small, before, means, strict=True)}
+        squares, norms = zip(*((at_once | in_rows)[id(v)] for v in weights), strict=True)
+        self._divergence.assign(tf.sqrt(tf.math.divide_no_nan(tf.add_n(squares), tf.add_n(norms))))
+        for variable, mean in zip(small, means, strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
         # The mean of weights that satisfy a constraint may violate it.
         apply_constraints(weights)
@@ -195,6 +208,36 @@ class AveragingAdapter(Adapter):
         for variable in (self.since, self.samples):
             variable.assign(tf.zeros_like(variable))
         return tf.constant(True)
+
+    def _average_rows(self, variable: Variable, weight: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        """Replace a variable by its mean, block by block of rows, since the product with the weight is as large.
+
+        Args:
+            variable: weight or state, not a part of a split layer.
+            weight: see `_means`.
+            name: addition to the names of the collectives.
+
+        Returns:
+            See `_squares`.
+        """
+        raw, length = raw_variable(variable), int(variable.shape[0])
+        rows = max(_BLOCK_BYTES * length // _bytes_of(variable), 1)
+
+        def block(low: tf.Tensor, *sums: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            places = tf.range(low, tf.minimum(low + rows, length))
+            mine = _value_for_sum(tf.gather(raw, places))
+            share = tf.cast(weight, mine.dtype)
+            (mean,) = self._opened().step([tf.math.multiply_no_nan(mine, share)], {mine.dtype: share}, name)
+            with tf.control_dependencies([raw.scatter_update(tf.IndexedSlices(tf.cast(mean, raw.dtype), places))]):
+                more = _squares(mine, mean)
+                return low + rows, sums[0] + more[0], sums[1] + more[1]
+
+        start = (tf.constant(0), tf.constant(0.0), tf.constant(0.0))
+        end, *squares = tf.while_loop(lambda low, *_: low < length, block, start, parallel_iterations=1)
+        with tf.control_dependencies([end]):
+            # An assignment to rows makes each later step copy the variable that it reads.
+            tf.raw_ops.DisableCopyOnRead(resource=raw.handle)
+        return squares[0], squares[1]
 
     def _means(
         self, tensors: Sequence[tf.Tensor], is_part: Sequence[bool], weight: tf.Tensor, weight_of_parts: tf.Tensor
@@ -311,9 +354,12 @@ def _variable(dtype: tf.DType) -> tf.Variable:
         return tf.Variable(tf.zeros((), dtype), trainable=False)
 
 
-def _value_for_sum(variable: Variable) -> tf.Tensor:
-    """Return a variable's value, in float32 if its dtype is narrower."""
-    value = tf.convert_to_tensor(variable)
+def _bytes_of(variable: Variable) -> int:
+    return tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
+
+
+def _value_for_sum(value: tf.Tensor) -> tf.Tensor:
+    """Return the values of a variable, in float32 if its dtype is narrower."""
     return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)
 
 
@@ -323,8 +369,7 @@ def _sent_spec(variable: Variable) -> TensorSpec:
     return TensorSpec(spec.name, spec.shape, max(spec.itemsize, 4))
 
 
-def _relative_distance(tensors: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the 2-norm of the difference between tensors and means, divided by the norm of the means."""
-    squares = [tf.cast(tf.reduce_sum(tf.square(t - m)), tf.float32) for t, m in zip(tensors, means, strict=True)]
-    norms = [tf.cast(tf.reduce_sum(tf.square(m)), tf.float32) for m in means]
-    return tf.sqrt(tf.math.divide_no_nan(tf.add_n(squares), tf.add_n(norms)))
+def _squares(mine: tf.Tensor, mean: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the squared 2-norms of the difference between a tensor and its mean, and of the mean, float32."""
+    distance, norm = (tf.reduce_sum(tf.square(t)) for t in (mine - mean, mean))
+    return tf.cast(distance, tf.float32), tf.cast(norm, tf.float32)
