@@ -125,9 +125,13 @@ def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name,
 
 
 @pytest.mark.graph(every=True)
+@pytest.mark.graph
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("average_optimizer", [True, False])
-def test_horovod_averages_the_same(average_optimizer):
+def test_horovod_averages_the_same(average_optimizer, monkeypatch):
+    # The matrix of 120 bytes in blocks of rows, the others at once.
+    monkeypatch.setattr(averaging, "_LARGE_BYTES", 100)
+    monkeypatch.setattr(averaging, "_BLOCK_BYTES", 80)
     model = network(OPTIMIZERS["momentum"]())
     fit(model, hvdx.ParameterAveraging(3, average_optimizer=average_optimizer, engine="horovod"))
     assert_close(model, simulated(OPTIMIZERS["momentum"], 3, average_optimizer))
