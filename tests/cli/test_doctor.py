@@ -169,8 +169,9 @@ def test_more_threads_than_cores_is_a_warning():
 
 
 def test_small_shared_memory_is_a_warning():
-    assert checks.shared_memory(64 * 2**20).status == "warning"
-    assert checks.shared_memory(4 * 2**30).status == "ok"
+    assert checks.shared_memory(64 * 2**20, 32).status == "ok"
+    assert checks.shared_memory(64 * 2**20, 33).value == "64 MiB, enough for 32 workers"
+    assert checks.shared_memory(0, 1).status == "warning"
 
 
 # --- the command
