@@ -409,6 +409,14 @@ benchmarks/README.md memory-table.json rows
 table of 1 GB | start | steps | end of an epoch | more | first step, s | later steps, s
 strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s
 
+benchmarks/README.md memory-resnet.json rows
+ResNet50V2 | start | steps | end of an epoch | more | first step, s | later steps, s
+strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s
+
+benchmarks/README.md memory-narrow.json rows
+402 variables | start | steps | end of an epoch | more | first step, s | later steps, s
+strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s
+
 benchmarks/README.md density.json densities
 hosts, link, burst | alone ms | ms | ratio | density | its range | encoding | waiting | exchanging | decoding
 network | alone_ms | ms | ratio | density | range | encoding | waiting | exchanging | decoding

@@ -14,6 +14,8 @@ from hvdx.errors import ConfigError
 from hvdx.strategies.base import Exchange, Finite, Schedule, Strategy, TensorSpec, agree_on_steps, one_of
 
 _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
+# Most bytes of a worker's shares of the mean at a time: variables of up to 4 MB together, 0.11 GB in BERT-base.
+_SHARES = 2**27
 
 
 class ParameterAveraging(Strategy):
@@ -82,7 +84,8 @@ class ParameterAveraging(Strategy):
         # The times of several steps differ less between workers than those of one step.
         terms = {name: value / period for name, value in terms.items()}
         terms |= {"waiting": situation.slowest / period**0.5, "polling": situation.polling(rarely=period > 1)}
-        buffers = {"buffers": situation.reduction_memory(4, elements) + 4 * elements * (situation.workers > 1)}
+        shares = min(4 * elements, _SHARES) * (situation.workers > 1)
+        buffers = {"buffers": situation.reduction_memory(4, elements) + shares}
         sent = ring_bytes(4 * elements, situation.workers) / period
         return situation.prediction(terms, sent, buffers, period=period, note=f"averages every {period} steps")
 

@@ -130,7 +130,6 @@ def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name,
 @pytest.mark.parametrize("average_optimizer", [True, False])
 def test_horovod_averages_the_same(average_optimizer, monkeypatch):
     # The matrix of 120 bytes in blocks of rows, the others at once.
-    monkeypatch.setattr(averaging, "_LARGE_BYTES", 100)
     monkeypatch.setattr(averaging, "_BLOCK_BYTES", 80)
     model = network(OPTIMIZERS["momentum"]())
     fit(model, hvdx.ParameterAveraging(3, average_optimizer=average_optimizer, engine="horovod"))
@@ -161,11 +160,10 @@ def test_nonlinear_optimizers_and_longer_periods_differ_from_all_reduce(name, pe
 @pytest.mark.sizes(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_of_rows_change_no_bits(monkeypatch, dtype):
-    """Of weights and momenta; the last block has fewer rows, and a bias has more than one."""
+    """Of weights and momenta, also where one row is larger than a block, and where the last block has fewer rows."""
     runs = []
-    for large in (averaging._LARGE_BYTES, 8):
-        monkeypatch.setattr(averaging, "_LARGE_BYTES", large)
-        monkeypatch.setattr(averaging, "_BLOCK_BYTES", 60 if large == 8 else averaging._BLOCK_BYTES)
+    for block in (averaging._BLOCK_BYTES, 15):
+        monkeypatch.setattr(averaging, "_BLOCK_BYTES", block)
         model = network(OPTIMIZERS["momentum"](), dtype=dtype)
         callback = fit(model, hvdx.ParameterAveraging(4))
         state = [*model.weights, *slots(model.optimizer)]

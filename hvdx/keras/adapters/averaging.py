@@ -31,7 +31,7 @@ _have_local_momenta: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.Wea
 # Sample count of a rank without samples; if no rank has any, all count the same.
 _NO_SAMPLES = 1e-6
 # A variable of more bytes is averaged in blocks of rows.
-_LARGE_BYTES, _BLOCK_BYTES = 2**26, 2**22
+_BLOCK_BYTES = 2**22
 
 
 class AveragingAdapter(Adapter):
@@ -186,8 +186,8 @@ class AveragingAdapter(Adapter):
         weight, weight_of_parts = (tf.where(finite, w, 0.0) for w in (counts, shared))
         # The exchange of split layers takes all tensors at once.
         split = any(part_of(v) is not None for v in variables)
-        large = [v for v in variables if _bytes_of(v) > _LARGE_BYTES and not split]
-        small = [v for v in variables if _bytes_of(v) <= _LARGE_BYTES or split]
+        large = [v for v in variables if _bytes_of(v) > _BLOCK_BYTES and not split]
+        small = [v for v in variables if _bytes_of(v) <= _BLOCK_BYTES or split]
         before = [_value_for_sum(tf.convert_to_tensor(v)) for v in small]
         means = self._means(before, [part_of(v) is not None for v in small], weight, weight_of_parts)
         in_rows = {id(v): self._average_rows(v, weight, f".{i}") for i, v in enumerate(large)}
