@@ -16,6 +16,7 @@ from hvdx.cli.common.processes import program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.cli.emulation.network import parse_rate
 from hvdx.cli.run import parse_hosts
+from hvdx.comm.launcher import usable_memory
 from hvdx.errors import ConfigError
 from hvdx.log import Log
 
@@ -33,7 +34,7 @@ DETAILS = """\
 The script runs alone for some steps, unchanged; it needs the callback hvdx.keras.Distribute(). Then the speeds of this
 machine are measured, and a cost model predicts a step under each strategy. With --hosts, or inside a batch job, the
 link is measured; otherwise --bandwidth gives it. The predictions are of time. They do not say how well a strategy
-learns: `hvdx compare` measures that.
+learns: `hvdx compare` measures that. Strategies that need more memory than this machine has are left out.
 
   hvdx advise --hosts node1:2,node2:2 -- python train.py           measure the link between two hosts
   hvdx advise --bandwidth 10mbit,1gbit -n 8 -- python train.py     two networks that you do not have
@@ -204,14 +205,15 @@ def _report(
             "script's steps_per_epoch= if its epochs are shorter than its data."
         )
     document: dict[str, Any] = {"command": list(words), "training": _facts(alone, shared), "links": []}
+    memory = answer.Memory(max(alone.memory, shared.memory), usable_memory() / per_host)
     advices, texts = [], [_head(alone, shared, machine, per_host)]
     worth = False
     for bandwidth, link in links.items():
         single = one_worker(answer.situation_of(alone, machine, link, 1, per_host))
         situation = answer.situation_of(shared, machine, link, max(workers), per_host)
-        answers = answer.line_of_workers(situation, fits, bandwidth, single)
+        answers = answer.line_of_workers(situation, fits, bandwidth, single, memory)
         shown = [count for count in _LINE if count <= (most or count)]
-        line = answer.line_of_workers(situation, shown, bandwidth, single)
+        line = answer.line_of_workers(situation, shown, bandwidth, single, memory)
         worth = worth or any(a.best != answer.ALONE for a in answers)
         advice = answer.advice(answers, shlex.join(words), f" --hosts {args.hosts}" if args.hosts else "")
         advices.append(f"At {bandwidth}:\n{advice}")

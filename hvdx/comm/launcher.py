@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 #: Environment variable: number of spares, which are the last processes of the job.
 SPARES = "HVDX_SPARES"
@@ -142,6 +143,19 @@ def _integer(text: str | None) -> int | None:
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def usable_memory() -> int:
+    """Return the bytes of memory of this host, or of its container if that has a limit; 0 if unknown."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def core_mask() -> int:

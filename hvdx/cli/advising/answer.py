@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdx.cli.advising.script import Training
 from hvdx.comm.launcher import usable_cores
@@ -25,6 +25,22 @@ MEASURED, SIMULATED = 4, 1024
 _VARIANTS = ("all_reduce", "all_reduce:compression=fp16", "parameter_server:servers=colocated")
 
 
+class Memory(NamedTuple):
+    """Memory that a worker takes alone, and that there is for it.
+
+    Attributes:
+        peak: peak resident bytes of a worker alone; 0 if unknown.
+        room: bytes of a host for each of its workers; 0 if unknown.
+    """
+
+    peak: float
+    room: float
+
+
+#: Memory of a worker of which nothing is known.
+UNKNOWN = Memory(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Answer:
     """Predictions for one link and one number of workers.
@@ -34,22 +50,46 @@ class Answer:
         bandwidth: spelling of the link's bandwidth.
         predictions: prediction of each strategy, by its spelling in `HVDX_STRATEGY`; the fastest first.
         alone: prediction of one worker.
+        memory: memory of a worker, the same for all strategies but for what they add.
     """
 
     workers: int
     bandwidth: str
     predictions: dict[str, Prediction]
     alone: Prediction
+    memory: Memory = UNKNOWN
 
     @property
     def best(self) -> str:
         """Spelling of the strategy with the most samples per second; `ALONE` if none is worth its workers.
 
-        Split layers are left out, because they need a change of the script, and starved strategies.
+        Split layers are left out, because they need a change of the script, and starved strategies, and those whose
+        memory a host does not have.
         """
-        able = (spelling for spelling, p in self.predictions.items() if spelling != SPLIT and not p.starved)
-        fastest = next(able, ALONE)
+        fastest = self.fastest_able
         return fastest if self.workers > 1 and self.speedup(fastest) >= WORTH_WORKERS else ALONE
+
+    @property
+    def fastest_able(self) -> str:
+        """Spelling of the fastest strategy that `best` may be, worth its workers or not; `ALONE` if there is none."""
+        able = (s for s, p in self.predictions.items() if s != SPLIT and not p.starved and self.fits(s))
+        return next(able, ALONE)
+
+    def peak(self, spelling: str) -> float:
+        """Return the peak resident bytes of a worker under a strategy; 0 if unknown."""
+        more = sum(self.predictions[spelling].memory.values()) - sum(self.alone.memory.values())
+        return self.memory.peak and self.memory.peak + more
+
+    def fits(self, spelling: str) -> bool:
+        """Return False if a host has not the memory for its workers under a strategy."""
+        return not self.memory.room or self.peak(spelling) <= self.memory.room
+
+    @property
+    def shortage(self) -> str:
+        """Sentence about the strategies that do not fit; "" if all do."""
+        lacking = [f"{s} takes {quantity(self.peak(s), 'B')}" for s in self.predictions if not self.fits(s)]
+        room = f"a host has {quantity(self.memory.room, 'B')} of memory for each of its workers"
+        return f"Left out, since {room}: {', '.join(lacking)}." if lacking else ""
 
     @property
     def fastest(self) -> Prediction:
@@ -75,6 +115,8 @@ class Answer:
                 "terms": p.terms,
                 "bytes": p.sent,
                 "memory": sum(p.memory.values()),
+                "peak": self.peak(spelling),
+                "fits": self.fits(spelling),
                 "samples_per_second": p.samples,
                 "speedup": self.speedup(spelling),
                 "note": p.note,
@@ -122,13 +164,14 @@ def spellings() -> list[str]:
     return [*_VARIANTS, *plain]
 
 
-def answer(situation: Situation, bandwidth: str, alone: Prediction | None = None) -> Answer:
+def answer(situation: Situation, bandwidth: str, alone: Prediction | None = None, memory: Memory = UNKNOWN) -> Answer:
     """Predict all strategies for one number of workers.
 
     Args:
         situation: the training.
         bandwidth: spelling of the link's bandwidth.
         alone: prediction of one worker, if it does not share its host; by default that of `situation`.
+        memory: see `Answer`.
     """
     found: dict[str, Prediction] = {}
     if situation.workers > 1:
@@ -140,12 +183,14 @@ def answer(situation: Situation, bandwidth: str, alone: Prediction | None = None
         if split is not None:
             found[SPLIT] = split
     ordered = dict(sorted(found.items(), key=lambda item: -item[1].samples))
-    return Answer(situation.workers, bandwidth, ordered, alone or one_worker(situation))
+    return Answer(situation.workers, bandwidth, ordered, alone or one_worker(situation), memory)
 
 
-def line_of_workers(situation: Situation, counts: Sequence[int], bandwidth: str, alone: Prediction) -> list[Answer]:
+def line_of_workers(
+    situation: Situation, counts: Sequence[int], bandwidth: str, alone: Prediction, memory: Memory
+) -> list[Answer]:
     """Return the answers for several numbers of workers on one link."""
-    return [answer(replace(situation, workers=count), bandwidth, alone) for count in counts]
+    return [answer(replace(situation, workers=count), bandwidth, alone, memory) for count in counts]
 
 
 def table(found: Answer) -> str:
@@ -165,6 +210,7 @@ def table(found: Answer) -> str:
     ]
     header = ["strategy", "ms a step", *shown, "sent", "memory", "samples/s", "speedup"]
     notes = [f"{spelling}: {p.note}" for spelling, p in found.predictions.items() if p.note]
+    notes += [found.shortage] if found.shortage else []
     return "\n".join([fitted(rows, header), *map(wrapped, notes)])
 
 
@@ -248,9 +294,7 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
     worth = [a for a in answers if a.best != ALONE]
     if not worth:
         most = max(answers, key=lambda a: a.workers)
-        able = (spelling for spelling, p in most.predictions.items() if spelling != SPLIT and not p.starved)
-        least_bad = next(able, ALONE)
-        why = ""
+        least_bad, why = most.fastest_able, ""
         if least_bad != ALONE:
             p = most.predictions[least_bad]
             why = (
@@ -258,6 +302,8 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
                 f"{most.speedup(least_bad):.2f} times the samples per second of one; its largest term is "
                 f"{p.bottleneck}."
             )
+        elif most.shortage:
+            return wrapped(f"Do not distribute. {most.shortage}") + f"\nRun: {command}"
         return wrapped(f"Do not distribute: one worker learns as fast.{why}") + f"\nRun: {command}"
     best = max(worth, key=lambda a: a.fastest.samples)
     note = f" ({best.fastest.note})" if best.fastest.note else ""
@@ -271,6 +317,7 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
     declined = [str(a.workers) for a in answers if a.best == ALONE and a.workers > 1]
     if declined:
         lines.append(f"With {', '.join(declined)} workers, one worker alone would be as fast.")
+    lines += [best.shortage] if best.shortage else []
     split = best.predictions.get(SPLIT)
     if split is not None and split.samples > best.fastest.samples:
         lines.append(

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.comm.launcher import usable_memory
 from hvdx.keras.costs import leaves_of
 from hvdx.keras.fit import data
 from hvdx.keras.optimizer_state import innermost, slots
@@ -148,15 +149,11 @@ def _installed(package: str) -> str | None:
 def describe_machine() -> dict[str, object]:
     """Return cores, TensorFlow's threads, processor and bytes of memory of this host; None for what is unknown."""
     cores = os.cpu_count()
-    try:
-        memory: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        memory = None
     return {
         "cores": cores,
         "threads": tf.config.threading.get_intra_op_parallelism_threads() or _threads() or cores,
         "cpu": _read(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.processor() or platform.machine(),
-        "memory": memory,
+        "memory": usable_memory() or None,
     }
 
 
