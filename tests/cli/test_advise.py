@@ -45,12 +45,15 @@ def test_advise_prefers_compression_on_a_slow_link(advise):
     assert slow["answers"][0]["best"] == "threshold"
     assert document["training"]["seconds_a_step"] == pytest.approx(0.02)
     assert document["training"]["parameters"] == 2_000_000
+    assert document["training"]["memory"] == 5e8
     assert [point["workers"] for point in fast["line"]] == [2**k for k in range(11)]
     for words in ("transfer", "2 workers at 10mbit", "4 workers at 1gbit", "HVDX_STRATEGY=", "hvdx run -n 4"):
         assert words in text
     assert (slow["chart_line"], fast["chart_line"]) == (5, 5)
     assert "* 5  computing takes more than 3 ms for each million parameters -> Threshold()" in text
     rows = {row["strategy"]: row for row in slow["answers"][1]["strategies"]}
+    assert 5e8 < rows["all_reduce"]["peak"] < rows["threshold"]["peak"]
+    assert rows["threshold"]["fits"]
     assert rows["all_reduce"]["terms"]["transfer"] > 100 * rows["threshold"]["terms"]["transfer"]
 
 

@@ -120,6 +120,7 @@ def test_minutes_of_rank_0_end_the_fit_on_all(tmp_path, monkeypatch):
         callback._limit.minutes = 1e6
     assert len(models.fit(classifier(), [callback], epochs=3).history["loss"]) == 1
     assert {rank.end["reason"] for rank in recorded(folder).ranks.values()} == {"limit"}
+    assert all(rank.end["memory"] > 1e8 for rank in recorded(folder).ranks.values())
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce:engine=mpi", "threshold:tau=0.001"])

@@ -257,7 +257,8 @@ class Recording:
         if not self.on:
             return
         self._write(epoch_over=True)
-        self._line("end", time=self.seconds(), steps=self._step, reason=reason, counters=counters)
+        memory = peak_memory()
+        self._line("end", time=self.seconds(), steps=self._step, reason=reason, memory=memory, counters=counters)
         self._stop()
 
     def close(self) -> None:

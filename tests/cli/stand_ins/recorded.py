@@ -38,7 +38,7 @@ def main(what, *more):
     columns["seconds"] = [5.0] + [1.1 * seconds] * (int(steps) - 1)
     columns["exchanging"] = [0.1 * seconds] * int(steps)
     writer.write("steps", **columns)
-    writer.write("end", time=6.0, steps=int(steps), reason="limit", counters={})
+    writer.write("end", time=6.0, steps=int(steps), reason="limit", memory=5e8, counters={})
 
 
 if __name__ == "__main__":
