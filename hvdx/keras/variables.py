@@ -1,5 +1,6 @@
 """Lists of variables and layers in arguments, and the values of a variable."""
 
+import math
 from collections.abc import Sequence
 from types import UnionType
 from typing import Any
@@ -31,6 +32,16 @@ def listed(value: object, kinds: type | UnionType, expected: str, remedy: str) -
     if not isinstance(found, Sequence | set | frozenset) or not all(isinstance(item, kinds) for item in found):
         raise ConfigError(f"{expected}, got {value!r}. Do: {remedy}.")
     return list(found)
+
+
+def bytes_of(variable: Variable) -> int:
+    """Return the bytes of a variable's values."""
+    return tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
+
+
+def rows_within(variable: Variable, limit: int) -> int:
+    """Return the number of rows of a variable, which is not empty, in a block of at most `limit` bytes; 1 at least."""
+    return max(limit * int(variable.shape[0]) // bytes_of(variable), 1)
 
 
 def view_of(variable: Variable) -> np.ndarray:

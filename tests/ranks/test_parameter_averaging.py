@@ -125,7 +125,6 @@ def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name,
 
 
 @pytest.mark.graph(every=True)
-@pytest.mark.graph
 @pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("average_optimizer", [True, False])
 def test_horovod_averages_the_same(average_optimizer, monkeypatch):

@@ -50,7 +50,7 @@ class Answer:
         bandwidth: spelling of the link's bandwidth.
         predictions: prediction of each strategy, by its spelling in `HVDX_STRATEGY`; the fastest first.
         alone: prediction of one worker.
-        memory: memory of a worker, the same for all strategies but for what they add.
+        memory: peak memory of one worker, and the memory that a host has for each.
     """
 
     workers: int

@@ -1,6 +1,5 @@
 """Adapter for strategies that average weights: each rank takes its own steps between two averages."""
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -21,6 +20,7 @@ from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_
 from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.seams.optimizers import step_counter, trained_variables
 from hvdx.keras.types import Gradient, Variable
+from hvdx.keras.variables import bytes_of, rows_within
 from hvdx.keras.weight_parts import mark_state, part_of, tensors_of
 from hvdx.strategies import Strategy, TensorSpec
 from hvdx.strategies.parameter_averaging import AveragingExchange
@@ -186,8 +186,8 @@ class AveragingAdapter(Adapter):
         weight, weight_of_parts = (tf.where(finite, w, 0.0) for w in (counts, shared))
         # The exchange of split layers takes all tensors at once.
         split = any(part_of(v) is not None for v in variables)
-        large = [v for v in variables if _bytes_of(v) > _BLOCK_BYTES and not split]
-        small = [v for v in variables if _bytes_of(v) <= _BLOCK_BYTES or split]
+        large = [v for v in variables if bytes_of(v) > _BLOCK_BYTES and not split]
+        small = [v for v in variables if bytes_of(v) <= _BLOCK_BYTES or split]
         before = [_value_for_sum(tf.convert_to_tensor(v)) for v in small]
         means = self._means(before, [part_of(v) is not None for v in small], weight, weight_of_parts)
         in_rows = {id(v): self._average_rows(v, weight, f".{i}") for i, v in enumerate(large)}
@@ -220,8 +220,7 @@ class AveragingAdapter(Adapter):
         Returns:
             See `_squares`.
         """
-        raw, length = raw_variable(variable), int(variable.shape[0])
-        rows = max(_BLOCK_BYTES * length // _bytes_of(variable), 1)
+        raw, length, rows = raw_variable(variable), int(variable.shape[0]), rows_within(variable, _BLOCK_BYTES)
 
         def block(low: tf.Tensor, *sums: tf.Tensor) -> tuple[tf.Tensor, ...]:
             places = tf.range(low, tf.minimum(low + rows, length))
@@ -352,10 +351,6 @@ class AveragingAdapter(Adapter):
 def _variable(dtype: tf.DType) -> tf.Variable:
     with tf.device("CPU:0"):
         return tf.Variable(tf.zeros((), dtype), trainable=False)
-
-
-def _bytes_of(variable: Variable) -> int:
-    return tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
 
 
 def _value_for_sum(value: tf.Tensor) -> tf.Tensor:

@@ -1,6 +1,5 @@
 """Comparison, broadcast and averaging of the replicas of a model."""
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 
 import keras
@@ -16,8 +15,9 @@ from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.rank_local import declared, rank_local_ids
 from hvdx.keras.optimizer_state import accumulated_gradients
+from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.types import Variable
-from hvdx.keras.variables import view_of
+from hvdx.keras.variables import bytes_of, rows_within, view_of
 from hvdx.keras.weight_parts import by_ranks, mark_state, part_of, whole_shape
 
 # Bytes of a variable that are broadcast at a time.
@@ -114,7 +114,7 @@ def broadcast(variables: Sequence[Variable], root: int, comm: Comm) -> None:
         _broadcast_together(variables, root, comm)
         return
     for group in _blocks(variables):
-        if _bytes_of(group[0]) > _BLOCK_BYTES:
+        if bytes_of(group[0]) > _BLOCK_BYTES:
             _broadcast_rows(group[0], root, comm)
         else:
             _broadcast_together(group, root, comm)
@@ -131,7 +131,7 @@ def _blocks(variables: Sequence[Variable]) -> Iterator[list[Variable]]:
     group: list[Variable] = []
     total = 0
     for variable in variables:
-        size = _bytes_of(variable)
+        size = bytes_of(variable)
         if group and total + size > _BLOCK_BYTES:
             yield group
             group, total = [], 0
@@ -141,16 +141,11 @@ def _blocks(variables: Sequence[Variable]) -> Iterator[list[Variable]]:
         yield group
 
 
-def _bytes_of(variable: Variable) -> int:
-    return tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
-
-
 def _broadcast_rows(variable: Variable, root: int, comm: Comm) -> None:
     """Overwrite a variable block by block: another array of its size would need as much memory again."""
     mine = view_of(variable) if comm.rank == root else None
-    handle = (variable.value if isinstance(variable, keras.Variable) else variable).handle
-    length = int(variable.shape[0])
-    rows = max(_BLOCK_BYTES * length // _bytes_of(variable), 1)
+    handle = raw_variable(variable).handle
+    length, rows = int(variable.shape[0]), rows_within(variable, _BLOCK_BYTES)
     for low in range(0, length, rows):
         high = min(low + rows, length)
         # While another rank held a tensor of its own values, an assignment would copy all of them.
