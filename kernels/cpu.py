@@ -20,7 +20,8 @@ from hvdx.kernels import compiled, cpu_scan, cpu_tiles
 from hvdx.kernels import cpu_decode as dec
 from hvdx.kernels import cpu_encode as enc
 from hvdx.kernels.arrays import AnyArray, Float32Array, Int64Array, UInt8Array
-from hvdx.kernels.pieces import Located, check_runs, frozen, gather, locate, locate_both, pieces, sampled, whole_pieces
+from hvdx.kernels.cpu_decode import ADD_EACH, ADD_SUM, SET_SUM
+from hvdx.kernels.pieces import Located, aligned, check_runs, frozen, gather, locate, locate_both, pieces, sampled, whole_pieces
 from hvdx.kernels.table import ENTRIES, START, read_runs, table
 from hvdx.kernels.tiles import (
     LAYOUT,
@@ -351,7 +352,7 @@ def decode(
     out: Sequence[Float32Array] | Located,
     rice: bool = True,
     threads: int | None = None,
-    clear: bool = False,
+    way: int = ADD_EACH,
 ) -> None:
     """Add messages to `out`, one after another: out[i] += +-float32(m * tau) * scale, each step rounded to float32.
 
@@ -361,12 +362,13 @@ def decode(
         out: contiguous float32 arrays, read as one vector; changed in place.
         rice: True if gaps are entropy-coded, False for plain positions.
         threads: number of threads; `default_threads()` if None. The sums do not depend on it.
-        clear: add to zeros, whatever `out` holds. This takes less time than to clear `out` before the call, and each
-            message is read only once.
+        way: `ADD_EACH`; or add the messages to zeros, whose sum replaces `out` (`SET_SUM`) or is added to it
+            (`ADD_SUM`). This takes less time than to clear an array before the call, and each message is read only
+            once.
 
     Raises:
         Malformed: if a message is invalid; the error's `message` is the message's position. `out` is unchanged, or with
-            `clear` undefined.
+            another way than `ADD_EACH` undefined.
         TypeError: if `out` is not float32.
         ValueError: if `out` is not contiguous, or if `runs` do not fit.
 
@@ -386,11 +388,20 @@ def decode(
             prepared.append((message, table(message, n), runs))
         except Malformed as error:
             raise Malformed(str(error), i) from None
-    if not clear:
+    if way == ADD_EACH:
         _check_all(prepared, rice, threads)
+    elif way == ADD_SUM and len(prepared) > dec.TOGETHER:
+        total = aligned(n)
+        decode(messages, scale, [total], rice, threads, SET_SUM)
+        at = 0
+        for array in arrays.arrays:
+            np.add(array, total[at : at + array.size].reshape(array.shape), out=array)
+            at += array.size
+        return
     borders = cut(n, threads if n > 1 << 12 else 1, 64)
     for first in range(0, max(len(prepared), 1), dec.TOGETHER):
-        if not _add(prepared[first : first + dec.TOGETHER], scale, where, borders, rice, clear and not first, threads):
+        once = ADD_EACH if first else way
+        if not _add(prepared[first : first + dec.TOGETHER], scale, where, borders, rice, once, threads):
             _check_all(prepared, rice, threads)
             raise Malformed("it changed while it was decoded", first)
 
@@ -401,7 +412,7 @@ def _add(
     where: Int64Array,
     borders: list[int],
     rice: bool,
-    clear: bool,
+    way: int,
     threads: int,
 ) -> bool:
     """Add messages of (tiles, table of tiles, runs) to the pieces `where`; return False if a tile is invalid.
@@ -413,7 +424,7 @@ def _add(
 
     def add_share(i: int) -> bool:
         share = borders[i], borders[i + 1]
-        return bool(dec.add_messages(*share, where, heads, tiles, rice, ends, taus, factor, depth, clear, stream))
+        return bool(dec.add_messages(*share, where, heads, tiles, rice, ends, taus, factor, depth, way, stream))
 
     return all(spread(add_share, len(borders) - 1, threads))
 

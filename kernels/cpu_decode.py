@@ -9,8 +9,8 @@ A listed entry is a uint32: its distance from the tile's first entry << 2, plus 
 above 1. After the last entry of a tile is END_OF_LIST. In a *wide* tile distances have more bits than that, so a second
 list has their upper bits.
 
-`add_messages` has two ways. It adds to the output in place, one message after another. Or it clears the output: it adds
-all messages to a small block of zeros, which stays in the caches, and then copies this block to the output.
+`add_messages` has three ways. It adds to the output in place, one message after another. Or it adds all messages to a
+small block of zeros, which stays in the caches, and then copies this block to the output, or adds it there.
 """
 
 import numpy as np
@@ -25,6 +25,8 @@ from hvdx.kernels.simd import TILES
 from hvdx.kernels.table import ENTRIES, FIRST, LAST, LENGTH, MULTIPLE, START
 from hvdx.kernels.tiles import BLOCK, ESCAPE, M_MAX
 
+#: Ways of `add_messages`: add one message after another, set the output to the sum of all, or add the sum.
+ADD_EACH, SET_SUM, ADD_SUM = range(3)
 #: Columns of the table of messages: address and bytes, rows of the table of tiles, first row of the tables of runs.
 ADDRESS, BYTES, NEXT, END, RUN = range(5)
 #: Number of messages whose entries are listed at the same time. It bounds the memory.
@@ -450,26 +452,31 @@ def add_until(
 
 
 @njit(nogil=True, error_model="numpy")
-def move_floats(source, target, number):
-    """Copy float32 to `target`, and set them to zero at `source`."""
+def move_floats(source, target, number, way):
+    """Copy float32 to `target`, or add them there (ADD_SUM), and set them to zero at `source`."""
     for at in range(0, 4 * number, 4):
-        simd.store_float(target + at, simd.load_float(source + at))
+        value = simd.load_float(source + at)
+        if way == ADD_SUM:
+            value += simd.load_float(target + at)
+        simd.store_float(target + at, value)
         simd.store_float(source + at, np.float32(0))
 
 
 @njit(nogil=True, error_model="numpy")
-def move_block(source, target, number, stream):
+def move_block(source, target, number, way, stream):
     """Do the work of `move_floats` for addresses with the same distance from a line."""
     head = min(number, (-target & 63) // 4)
-    move_floats(source, target, head)
+    move_floats(source, target, head, way)
     source, target, number = source + 4 * head, target + 4 * head, number - head
     lines = number // 16
     for at in range(0, 64 * lines, 64):
-        if stream:
+        if way == ADD_SUM:
+            simd.add_line(source + at, target + at)
+        elif stream:
             simd.stream_line(source + at, target + at)
         else:
             simd.move_line(source + at, target + at)
-    move_floats(source + 64 * lines, target + 64 * lines, number - 16 * lines)
+    move_floats(source + 64 * lines, target + 64 * lines, number - 16 * lines, way)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -485,18 +492,18 @@ def used(words, highs, multiples, zeros, state):
 
 
 @entry
-def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, depth, clear, stream):
+def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, depth, way, stream):
     """Add the entries with indices from `begin` to `end` of all messages; return False if a tile is invalid.
 
     Args:
         begin, end: elements.
         pieces: table of the arrays of the output, see `pieces.pieces`.
         messages, rows, rice, ends, taus, scale, depth: see `add_until`.
-        clear: True to set the elements to the sum. They are undefined if a tile is invalid.
-        stream: True to write a cleared output past the caches.
+        way: ADD_EACH, SET_SUM or ADD_SUM. With the last two, the elements are undefined if a tile is invalid.
+        stream: True to set the output past the caches.
     """
     mode = keep_denormals()
-    messages, lists = messages.copy(), messages.shape[0] if clear else 1
+    messages, lists = messages.copy(), 1 if way == ADD_EACH else messages.shape[0]
     wide = 0
     for i in range(rows.shape[0]):
         wide |= rows[i, LAST] - rows[i, FIRST] >= WIDE
@@ -516,8 +523,8 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
             else:
                 high = middle
     right = True
-    zeros = np.zeros(min(_BLOCK, end - begin) + 32 if clear else 0, np.float32)
-    if clear:
+    zeros = np.zeros(min(_BLOCK, end - begin) + 32 if way != ADD_EACH else 0, np.float32)
+    if way != ADD_EACH:
         room = (_i64(zeros.ctypes.data) + 63) & ~63
         p, at = piece_of(pieces, begin), begin
         while right and at < end:
@@ -537,7 +544,7 @@ def add_messages(begin, end, pieces, messages, rows, rice, ends, taus, scale, de
             shift = source - 4 * at
             while at < stop:
                 part = min(stop, pieces[p, 1])
-                move_block(shift + 4 * at, origin(pieces, p) + 4 * at, part - at, stream)
+                move_block(shift + 4 * at, origin(pieces, p) + 4 * at, part - at, way, stream)
                 at = part
                 if at == pieces[p, 1]:
                     p += 1

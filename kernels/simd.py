@@ -549,13 +549,13 @@ def add_signed(builder: IRBuilder, address: Value, flags: Value, value: Value) -
     _store(builder, builder.fadd(_load(builder, address, 0, _F32), signed), address, 0)
 
 
-def _move_line(builder: IRBuilder, source: Value, target: Value, bypass: bool) -> None:
-    values = builder.load(_pointer(builder, source, 0, _FLOATS))
+def _move_line(builder: IRBuilder, source: Value, target: Value, bypass: bool = False, add: bool = False) -> None:
+    loads = [builder.load(_pointer(builder, address, 0, _FLOATS)) for address in [source, target][: 1 + add]]
     stores = (
         builder.store(ir.Constant(_FLOATS, [0.0] * _LANES), _pointer(builder, source, 0, _FLOATS)),
-        builder.store(values, _pointer(builder, target, 0, _FLOATS)),
+        builder.store(builder.fadd(*reversed(loads)) if add else loads[0], _pointer(builder, target, 0, _FLOATS)),
     )
-    for each in (values, *stores):
+    for each in (*loads, *stores):
         each.align = _STRIDE
     if bypass:
         stores[1].set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
@@ -564,13 +564,19 @@ def _move_line(builder: IRBuilder, source: Value, target: Value, bypass: bool) -
 @make_intrinsic(types.void(types.int64, types.int64))
 def move_line(builder: IRBuilder, source: Value, target: Value) -> None:
     """Copy a line of 64 bytes, and set it to zero at `source`. The addresses are multiples of 64."""
-    _move_line(builder, source, target, False)
+    _move_line(builder, source, target)
+
+
+@make_intrinsic(types.void(types.int64, types.int64))
+def add_line(builder: IRBuilder, source: Value, target: Value) -> None:
+    """Add a line to the one at `target`; otherwise do the work of `move_line`."""
+    _move_line(builder, source, target, add=True)
 
 
 @make_intrinsic(types.void(types.int64, types.int64))
 def stream_line(builder: IRBuilder, source: Value, target: Value) -> None:
     """Do the work of `move_line`, past the caches. Another thread may read the target after a `fence` of this one."""
-    _move_line(builder, source, target, True)
+    _move_line(builder, source, target, bypass=True)
 
 
 @make_intrinsic(types.void())

@@ -9,8 +9,8 @@ it can be saved and loaded. The codec itself holds no state. Every codec keeps t
 - If the codec has a state, `sent + state after == update + state before`, up to the rounding of that addition.
 - If an update cannot be sent (NaN, infinity), `encode` raises `UpdateError` and leaves the state unchanged, up to the
   rounding of an addition and its reversal.
-- If bytes are not a message, `decode` raises `WireError` and leaves the output unchanged. `decode_sum`, which clears
-  the output, raises it too, but leaves the output undefined.
+- If bytes are not a message, `decode` raises `WireError` and leaves the output unchanged. `decode_sum` and `add_sum`
+  raise it too, but leave the output undefined.
 """
 
 import abc
@@ -63,6 +63,9 @@ class Decoder(Protocol):
 
     def decode_sum(self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0) -> None:
         """See `Codec.decode_sum`."""
+
+    def add_sum(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
+        """See `Codec.add_sum`."""
 
 
 class Codec(abc.ABC, Generic[S]):
@@ -132,6 +135,22 @@ class Codec(abc.ABC, Generic[S]):
         for array in out:
             array[...] = 0
         self.decode(messages, out, scale)
+
+    def add_sum(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
+        """Add the sum of messages to an output on the host, as if `decode_sum` had set another array that is added.
+
+        A codec may override this method to take less memory.
+
+        Args:
+            messages, out, scale: see `decode`.
+
+        Raises:
+            WireError: as `decode` does, but `out` is undefined.
+        """
+        total = [np.empty(array.shape, np.float32) for array in out]
+        self.decode_sum(messages, total, scale)
+        for array, change in zip(out, total, strict=True):
+            np.add(array, change, out=array)
 
     @property
     def prepared(self) -> bool:

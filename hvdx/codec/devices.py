@@ -193,10 +193,16 @@ class Gpu:
 
     @_there
     def decode(
-        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Located, rice: bool, clear: bool
+        self, messages: Sequence[tuple[np.ndarray, Runs]], scale: float, out: Located, rice: bool, way: int
     ) -> None:
-        """Add messages to `out`, or with `clear` to zeros; raise Malformed if one is invalid."""
-        if clear:
+        """Add messages to `out`, or with SET_SUM to zeros; raise Malformed if one is invalid.
+
+        Raises:
+            ValueError: for another way of `cpu.decode`.
+        """
+        if way == cpu.ADD_SUM:
+            raise ValueError("decode: a GPU adds messages one after another. Set an array to their sum, and add it.")
+        if way == cpu.SET_SUM:
             for array in out.arrays:
                 self._cuda.as_device(array).copy_to_device(np.zeros(array.shape, np.float32))
         with self._one:

@@ -271,23 +271,26 @@ class Threshold(Codec[ThresholdState]):
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
     ) -> None:
         """Decode messages as `Codec.decode` does; `stream` is that of `encode`."""
-        self._decode(messages, out, scale, False, stream)
+        self._decode(messages, out, scale, cpu.ADD_EACH, stream)
 
     def decode_sum(
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
     ) -> None:
         """Decode messages as `Codec.decode_sum` does; `stream` is that of `encode`."""
-        self._decode(messages, out, scale, True, stream)
+        self._decode(messages, out, scale, cpu.SET_SUM, stream)
+
+    def add_sum(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
+        self._decode(messages, out, scale, cpu.ADD_SUM, None)
 
     def _decode(
-        self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float, clear: bool, stream: object
+        self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float, way: int, stream: object
     ) -> None:
         self.prepare()
         device = self._device if stream is None else self._device.on(stream)
         located = device.locate(out, "out", True)
         bodies = [frame.unseal(message, *self._wire, rank) for rank, message in enumerate(messages)]
         try:
-            device.decode(read_runs(bodies, located.size), scale, located, self.index_coding == "rice", clear=clear)
+            device.decode(read_runs(bodies, located.size), scale, located, self.index_coding == "rice", way=way)
         except Malformed as error:
             raise WireError(f"{error}.", error.message) from None
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure, progress
-from hvdx.comm.alignment import aligned, is_aligned
+from hvdx.comm.alignment import is_aligned
 from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.buckets import BucketThread, fill
 from hvdx.comm.dense import DenseSums
@@ -118,12 +118,12 @@ class HostGraphComm(TensorComm):
             received = in_order(lambda: self._sums_behind(sent, buckets, after, marks))
         else:
 
-            def sums(*vectors: np.ndarray) -> Sequence[np.ndarray]:
-                found = self._sums(_marked(_apart(vectors), marks), after)
+            def sums(vectors: Sequence[np.ndarray]) -> Sequence[npt.ArrayLike]:
+                found = self._sums(_marked(vectors, marks), after)
                 self._check_marks(found[len(vectors) :], after)
-                return found[: len(vectors)]
+                return ()
 
-            received = in_order(lambda: _call(sums, _owned(sent), [t.dtype for t in sent], copy_results=False))
+            _, received = change(sums, sent)
         return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
 
     def _sums_behind(
@@ -134,25 +134,27 @@ class HostGraphComm(TensorComm):
         def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
             def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
                 own_marks = marks if number == len(buckets) - 1 else ""
-                self._behind.give(number, _marked(_apart(vectors), own_marks), scale())
+                self._behind.give(number, _marked(vectors, own_marks), scale())
                 return [np.int64(number)]
 
             return work
 
-        def take(*_: npt.ArrayLike) -> list[np.ndarray]:
+        def take(*_: npt.ArrayLike) -> list[npt.ArrayLike]:
             found = [sums for bucket in self._behind.take(len(buckets)) for sums in bucket]
             self._check_marks(found[len(positions) :], scale)
-            return [found[position] for position in positions]
+            return [np.int64(0), *(found[positions[i]] for i in copied)]
 
         positions = np.argsort([i for bucket in buckets for i in bucket]).tolist()
+        mine, copied = owned(sent), copied_ones(sent)
         # TensorFlow runs stateful operations one after another in program order, so those before `give`, such as the
         # adapter's clock, would delay it. A stateless one could be called while the graph is optimised if all its
         # inputs were constants, or left out if nobody read its result.
         given = []
         for number, bucket in enumerate(buckets):
-            mine = _owned([sent[i] for i in bucket])
-            given += _call(give(number), [_sequence().read_value(), *mine], [tf.int64], stateful=False)
-        return _call(take, given, [t.dtype for t in sent], copy_results=False)
+            vectors = [mine[i] for i in bucket]
+            given += _call(give(number), [_sequence().read_value(), *vectors], [tf.int64], stateful=False)
+        taken = _call(take, given, [tf.int64, *(sent[i].dtype for i in copied)], copy_results=False)
+        return _after(mine, taken, dict(zip(copied, taken[1:], strict=True)))
 
     def _check_marks(self, sums: Sequence[np.ndarray], scale: Callable[[], float]) -> None:
         """Raise ExchangeError if the sums of the ranks' marks tell that not all are at one position.
@@ -171,10 +173,14 @@ class HostGraphComm(TensorComm):
                 )
 
     def _sums(self, vectors: Sequence[np.ndarray], scale: Callable[[], float]) -> Sequence[np.ndarray]:
-        """Replace vectors by their sums over the ranks; the factor is read after each death."""
+        """Replace vectors by their sums over the ranks, and return them; the factor is read after each death."""
+        if not self.survives:
+            return self._comm.complete(lambda: self._sums_once(vectors, scale()))
         # After a death, the addends are needed once more.
-        given = (lambda: [_fresh(v) for v in vectors]) if self.survives else (lambda: vectors)
-        return self._comm.complete(lambda: self._sums_once(given(), scale()))
+        found = self._comm.complete(lambda: self._sums_once([v.copy() for v in vectors], scale()))
+        for vector, total in zip(vectors, found, strict=True):
+            vector[...] = total
+        return vectors
 
     def _sums_once(self, vectors: Sequence[np.ndarray], scale: float) -> Sequence[np.ndarray]:
         """Replace vectors by their sums over the ranks, with one collective per dtype, and return them."""
@@ -301,8 +307,9 @@ def _operations_at_once() -> int:
 
 
 def prepare() -> None:
-    """Make what `on_host` and `on_device` need. A step that makes variables would be traced twice."""
+    """Make what `on_host`, `change` and `on_device` need. A step that makes variables would be traced twice."""
     _sequence()
+    _shares_memory()
 
 
 def on_host(
@@ -349,37 +356,116 @@ def _copied(result: npt.ArrayLike) -> npt.ArrayLike:
     return result.copy() if isinstance(result, np.ndarray) and is_aligned(result) else result
 
 
-def _owned(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def change(
+    work: Callable[..., Sequence[npt.ArrayLike]],
+    tensors: Sequence[tf.Tensor],
+    others: Sequence[tf.Tensor] = (),
+    dtypes: Sequence[tf.DType] = (),
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Call Python code that changes arrays, as an operation of the graph in the order of `on_host`.
+
+    The changed tensors have the memory of the given ones, unless somebody else reads that. Results of Python code would
+    be other memory for TensorFlow, which it gives to no later operation, and frees late.
+
+    Args:
+        work: function from a list of arrays, which it changes, and from further arrays, to its results.
+        tensors: tensors of the arrays that it changes, on any device.
+        others: the further arguments.
+        dtypes: dtypes of the results.
+
+    Returns:
+        The results, and the changed tensors, on the CPU.
+    """
+
+    def operation() -> list[tf.Tensor]:
+        return _change(work, owned(tensors), others, dtypes, copied_ones(tensors))
+
+    made = in_order(operation)
+    return made[: len(dtypes)], made[len(dtypes) :]
+
+
+def _change(
+    work: Callable[..., Sequence[npt.ArrayLike]],
+    mine: Sequence[tf.Tensor],
+    others: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType],
+    copied: Sequence[int],
+) -> list[tf.Tensor]:
+    """Do the work of `change` for tensors that are `owned`; return the results, then the changed tensors.
+
+    Args:
+        work, others, dtypes: see `change`.
+        mine: the tensors.
+        copied: numbers of those of which Python code gets copies, see `copied_ones`.
+    """
+
+    def host(*arrays: np.ndarray) -> Sequence[npt.ArrayLike]:
+        given = list(arrays[: len(mine)])
+        results = work(given, *arrays[len(mine) :])
+        return [*results, np.int64(0), *(given[i] for i in copied)]
+
+    all_dtypes = [*dtypes, tf.int64, *(mine[i].dtype for i in copied)]
+    found = _call(host, [*mine, *others], all_dtypes, copy_results=False)
+    return [*found[: len(dtypes)], *_after(mine, found, dict(zip(copied, found[len(dtypes) + 1 :], strict=True)))]
+
+
+def _after(mine: Sequence[tf.Tensor], done: Sequence[tf.Tensor], copies: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
+    """Return tensors as they are after Python code has changed their memory.
+
+    Args:
+        mine: the tensors.
+        done: results of the code.
+        copies: those of which the code got copies, by number.
+    """
+    with tf.control_dependencies(done):
+        after = [copies[i] if i in copies else tf.identity(t) for i, t in enumerate(mine)]
+    for changed, before in zip(after, mine, strict=True):
+        changed.set_shape(before.shape)
+    return after
+
+
+def owned(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Return tensors whose memory nobody else reads, so that Python code may write to it; most need no copy.
 
     An update of no element copies a tensor only if somebody else holds it, such as a variable or a constant. A value
-    that is read here makes TensorFlow neither compute it while it optimises the graph, nor merge those of two calls.
+    that is read here makes TensorFlow neither compute it while it optimises the graph, nor merge those of two calls;
+    another place for each makes it not merge those of one call.
     """
     now = _sequence().read_value()
-    place, none = now[None], tf.range(now, now)
-    return [
-        tf.raw_ops.TensorStridedSliceUpdate(
-            input=t, begin=place, end=place, strides=tf.ones_like(place), value=tf.cast(none, t.dtype)
+    none, step = tf.range(now, now), tf.constant([1], now.dtype)
+    mine = []
+    for i, tensor in enumerate(tensors):
+        if tensor.shape.rank == 0:
+            mine.append(tensor)
+            continue
+        place, value = tf.constant([i], now.dtype), tf.cast(none, tensor.dtype)
+        mine.append(
+            tf.raw_ops.TensorStridedSliceUpdate(input=tensor, begin=place, end=place, strides=step, value=value)
         )
-        for t in tensors
-    ]
+    return mine
 
 
-def _apart(vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the vectors, with a copy in place of one that is given twice: TensorFlow merges the same tensors."""
-    apart, seen = [], set()
-    for vector in vectors:
-        address = vector.__array_interface__["data"][0]
-        apart.append(_fresh(vector) if address in seen else vector)
-        seen.add(address)
-    return apart
+def copied_ones(tensors: Sequence[tf.Tensor]) -> list[int]:
+    """Return the numbers of the tensors of which Python code gets copies: scalars, and outside a graph all."""
+    all_of_them = tf.executing_eagerly() or not _shares_memory()
+    return [i for i, tensor in enumerate(tensors) if all_of_them or tensor.shape.rank == 0]
 
 
-def _fresh(vector: np.ndarray) -> np.ndarray:
-    """Return a copy that TensorFlow takes as a tensor without another one."""
-    copy = aligned(vector.size, vector.dtype)
-    copy[:] = vector
-    return copy
+@functools.cache
+def _shares_memory() -> bool:
+    """Return whether Python code writes to the memory of TensorFlow's tensors, which no page promises; tried once."""
+
+    @tf.function(autograph=False)
+    def try_it(given: tf.Tensor) -> tf.Tensor:
+        def work(arrays: list[np.ndarray]) -> Sequence[npt.ArrayLike]:
+            arrays[0][:] = 7.0
+            return ()
+
+        (after,) = _change(work, owned([given + 1.0]), (), (), ())
+        return after
+
+    with tf.init_scope(), tf.device("CPU:0"):
+        return bool((try_it(tf.zeros(64)).numpy() == 7.0).all())
 
 
 def wait_for(tensors: Sequence[tf.Tensor]) -> None:

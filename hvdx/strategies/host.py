@@ -39,6 +39,8 @@ class StepInput(NamedTuple):
         steps: number of the rank's own steps whose updates the tensors hold, added up; see `HostExchange.period`.
         allocate: on a GPU, function from a number of elements to a new float32 array of zeros there, as which the step
             returns its result; None for an array of Numba.
+        into: on the host, arrays of the shapes of the specs, to which the result is added; the step then returns them.
+            None for a result of its own.
     """
 
     tensors: "Sequence[Array]"
@@ -48,6 +50,7 @@ class StepInput(NamedTuple):
     computing: float | None = None
     steps: int = 1
     allocate: "Callable[[int], Array] | None" = None
+    into: Sequence[np.ndarray] | None = None
 
     def subset(self, where: Sequence[int]) -> "StepInput":
         """Return the input of an exchange of some of the tensors.
@@ -149,7 +152,10 @@ class HostExchange(Exchange["Array"]):
 
     @abc.abstractmethod
     def combine(self, step_input: StepInput) -> "Sequence[Array]":
-        """Do the work of `Exchange.step`, without the measurement of the time between two steps."""
+        """Do the work of `Exchange.step`, without the measurement of the time between two steps.
+
+        An exchange that adds its result to `StepInput.into` itself returns that; `take` adds any other result.
+        """
 
     def step(self, tensors: "Sequence[Array]", finite: Finite = True) -> "Sequence[Array]":
         return self.take(StepInput(tensors, bool(finite)))
@@ -160,7 +166,11 @@ class HostExchange(Exchange["Array"]):
             computing = self._now() - self._last_end
             step_input = step_input._replace(computing=computing)
             self.count_computing(computing)
-        result = self.combine(step_input)
+        result, into = self.combine(step_input), step_input.into
+        if into is not None and result is not into:
+            for array, change in zip(into, result, strict=True):
+                np.add(array, np.asarray(change).astype(array.dtype, copy=False), out=array)
+            result = into
         self._last_end = self._now()
         return result
 

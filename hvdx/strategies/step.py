@@ -206,6 +206,20 @@ class Arrived(abc.ABC):
             WireError: if a message is damaged; it names the rank by its number in the route.
         """
 
+    def add_sum_to(self, out: Sequence[np.ndarray], scale: float) -> None:
+        """Add the sum of the messages that count, times a factor, to an output of the host: one addition an element.
+
+        Args:
+            out, scale: see `add_to`.
+
+        Raises:
+            WireError: as `add_to` does; the output is then undefined.
+        """
+        total = [np.empty(array.shape, np.float32) for array in out]
+        self.add_to(total, scale, True)
+        for array, change in zip(out, total, strict=True):
+            np.add(array, change, out=array)
+
 
 class Route(abc.ABC):
     """Way of messages between the ranks.
@@ -277,7 +291,7 @@ class MessageExchange(HostExchange):
         self._flat = aligned(self._n if self._device is None else 0)
         self._out: Sequence[Array] = [] if self._device is not None else views(self._flat, specs)
         # Arrays that are set to the result on the host.
-        self._results = list(results) if results is not None else [self._flat]
+        self._results: Sequence[Array] = list(results) if results is not None else [self._flat]
         self._step = 0
         self._exchanges = 0
         self._computing = 0.0
@@ -351,21 +365,26 @@ class MessageExchange(HostExchange):
 
     def _decode(self, step_input: StepInput, arrived: Arrived, scale: float | None) -> "Sequence[Array]":
         """Return the sum of the messages that arrived, times a factor; zeros for None, if all ranks skip the step."""
-        out, on_host = self._out, self._device is None
-        results: Sequence[Array] = self._results
-        if self._device is not None:
-            # A new array, because TensorFlow may keep the previous one. The caller has it.
-            out = [(step_input.allocate or self._device.zeros)(self._n)]
-            results = [self._device.view(out[0])]
-        if scale is not None:
-            try:
+        into, on_host = step_input.into, self._device is None
+        try:
+            if into is not None and all(array.dtype == np.float32 for array in into):
+                # A result of its own would have the size of the model.
+                if scale is not None:
+                    arrived.add_sum_to(into, scale)
+                return into
+            out, results = self._out, self._results
+            if self._device is not None:
+                # A new array, because TensorFlow may keep the previous one. The caller has it.
+                out = [(step_input.allocate or self._device.zeros)(self._n)]
+                results = [self._device.view(out[0])]
+            if scale is not None:
                 arrived.add_to(results, scale, on_host)
-            except WireError as error:
-                raise self._of_world(error) from None
-        elif on_host:
-            for result in self._results:
-                result.fill(0)
-        return out
+            elif on_host:
+                for result in results:
+                    result[...] = 0
+            return out
+        except WireError as error:
+            raise self._of_world(error) from None
 
     # -- counters -----------------------------------------------------------------------------------------------------
 

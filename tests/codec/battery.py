@@ -141,13 +141,18 @@ def check_empty_updates(row: Row) -> None:
 
 
 def check_sum(row: Row) -> None:
-    """`decode_sum` gives the bits of `decode` into zeros, whatever the output holds."""
+    """`decode_sum` gives the bits of `decode` into zeros, whatever the output holds; `add_sum` adds them at once."""
     codec = row.make()
     messages, want = [message_of(codec, seed) for seed in (0, 1)], zeros()
     codec.decode(messages, want, 1 / 3)
     got = [np.full(shape, np.nan, np.float32) for shape in SHAPES]
     codec.decode_sum(messages, got, 1 / 3)
     assert flat(got).tobytes() == flat(want).tobytes()
+    if codec.device == "cpu":
+        added = updates(5, 1)[0]
+        codec.add_sum(messages, added, 1 / 3)
+        assert flat(added).tobytes() == (flat(updates(5, 1)[0]) + flat(want)).tobytes()
+        expect(WireError, lambda: codec.add_sum([messages[0], messages[1][:-1]], added), "rank 1")
     codec.decode_sum([], got)
     assert flat(got).tobytes() == flat(zeros()).tobytes()
     expect(WireError, lambda: codec.decode_sum([messages[0], messages[1][:-1]], got), "rank 1")

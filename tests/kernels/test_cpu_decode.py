@@ -15,6 +15,9 @@ from hvdx.kernels.tiles import TILE_MAX, Layout, Malformed, Runs
 from tests.kernels.agreement import same_bits
 from tests.kernels.strategies import cases, fixed, lengths_of, make_runs, noise, seeds, split, taus
 
+# What an output holds before, for each way in which it becomes a sum, or has it added.
+WAYS = {cpu.ADD_EACH: 0, cpu.SET_SUM: 5, cpu.ADD_SUM: 1 / 3}
+
 scales = st.one_of(st.sampled_from([1 / 3, 0.7, 1.0, 0.5, -1.0, 0.0, 2.0**-30]), st.floats(-4, 4, width=32))
 
 
@@ -39,7 +42,7 @@ def test_decode_matches_reference(given_messages, scale, seed, threads):
     """Messages are added in their order, for any number of threads."""
     messages, n, rice, cuts = given_messages
     start = np.random.default_rng(seed).normal(0, 1, n).astype(np.float32)
-    for clear in (False, True):
+    for clear in (cpu.ADD_EACH, cpu.SET_SUM):
         got, want = split(start.copy(), cuts), split(np.zeros(n, np.float32) if clear else start.copy(), cuts)
         with np.errstate(over="ignore", invalid="ignore"):
             cpu.decode(messages, scale, got, rice, threads, clear)
@@ -62,7 +65,7 @@ def test_decode_adds_in_order(rice):
         want = np.zeros(n, np.float32)
         reference.decode(order, 1 / 3, [want], rice)
         for threads in (1, 2, 3, 5):
-            for clear in (False, True):
+            for clear in (cpu.ADD_EACH, cpu.SET_SUM):
                 got = np.full(n, np.nan if clear else 0, np.float32)
                 cpu.decode(order, 1 / 3, [got], rice, threads, clear)
                 assert same_bits(got, want)
@@ -70,8 +73,10 @@ def test_decode_adds_in_order(rice):
     assert not same_bits(*results)
 
 
-@pytest.mark.parametrize(("clear", "cached"), [(False, 0), (True, 0), (True, 10**6)])
-def test_decode_keeps_to_its_output(clear, cached, monkeypatch):
+@pytest.mark.parametrize(
+    ("way", "cached"), [(cpu.ADD_EACH, 0), (cpu.SET_SUM, 0), (cpu.SET_SUM, 10**6), (cpu.ADD_SUM, 0)]
+)
+def test_decode_keeps_to_its_output(way, cached, monkeypatch):
     """The output consists of unaligned views of a larger array, and nothing beside them changes."""
     monkeypatch.setattr(cpu, "_CACHED", cached)
     n = 1000
@@ -84,9 +89,10 @@ def test_decode_keeps_to_its_output(clear, cached, monkeypatch):
         room = np.full(n + 60, 7, np.float32)
         halves = room[first : first + 300], room[first + 310 : first + 1010]
         for half in halves:
-            half[:] = 9 if clear else 0
-        cpu.decode([(tiles, runs)], 1.0, halves, threads=1, clear=clear)
-        assert same_bits(np.concatenate(halves), want)
+            half[:] = WAYS[way]
+        sums = np.concatenate(halves) + want if way == cpu.ADD_SUM else want
+        cpu.decode([(tiles, runs)], 1.0, halves, threads=1, way=way)
+        assert same_bits(np.concatenate(halves), sums)
         assert (room[:first] == 7).all()
         assert (room[first + 300 : first + 310] == 7).all()
         assert (room[first + 1010 :] == 7).all()
@@ -104,22 +110,25 @@ def test_decode_to_every_other_block_of_an_array(shift):
     runs, want = Runs(np.array([n]), np.ones(1, np.float32)), np.zeros(n, np.float32)
     tiles = cpu.encode([update], np.zeros_like(update), runs, threads=1).tiles
     cpu.decode([(tiles, runs)], 1.0, [want], threads=1)
-    cpu.decode([(tiles, runs)], 1.0, blocks, threads=1, clear=True)
+    cpu.decode([(tiles, runs)], 1.0, blocks, threads=1, way=cpu.SET_SUM)
     assert np.concatenate(blocks).tobytes() == want.tobytes()
+    cpu.decode([(tiles, runs)], 1.0, blocks, threads=1, way=cpu.ADD_SUM)
+    assert np.concatenate(blocks).tobytes() == (want + want).tobytes()
     assert (rows[:, 1] == 9).all()
 
 
-@pytest.mark.parametrize("clear", [False, True])
-def test_many_messages_are_decoded_in_parts(clear, monkeypatch):
+@pytest.mark.parametrize("way", WAYS)
+def test_many_messages_are_decoded_in_parts(way, monkeypatch):
     """The entries of a few messages are listed at a time; the order of additions stays."""
     runs, messages = make_runs((700, 0.3)), []
     for seed in range(5):
         update, residual = noise(700, np.full(700, 0.3, np.float32), 0.4, seed)
         messages.append((cpu.encode([update], residual, runs, threads=1).tiles, runs))
-    want, got = np.zeros(700, np.float32), np.full(700, 5 if clear else 0, np.float32)
+    want, got = np.zeros(700, np.float32), np.full(700, WAYS[way], np.float32)
     reference.decode(messages, 1 / 3, [want])
+    want = got + want if way == cpu.ADD_SUM else want
     monkeypatch.setattr(cpu.dec, "TOGETHER", 2)
-    cpu.decode(messages, 1 / 3, [got], threads=1, clear=clear)
+    cpu.decode(messages, 1 / 3, [got], threads=1, way=way)
     assert same_bits(got, want)
 
 
@@ -145,10 +154,11 @@ def test_tiles_of_one_message_are_read_together(parts):
     want = np.zeros(n, np.float32)
     value = reference.amount(times, np.repeat(runs.taus, runs.lengths)[index])
     want[index] += np.where(signs, -value, value)
-    for clear in (False, True):
-        got = np.full(n, 3 if clear else 0, np.float32)
-        cpu.decode([(tiles, runs)], 1.0, [got], threads=1, clear=clear)
-        assert same_bits(got, want)
+    for way, before in WAYS.items():
+        got = np.full(n, before, np.float32)
+        sums = got + want if way == cpu.ADD_SUM else want
+        cpu.decode([(tiles, runs)], 1.0, [got], threads=1, way=way)
+        assert same_bits(got, sums)
 
 
 def test_damage_to_any_tile_of_a_group_is_found():
@@ -177,7 +187,7 @@ def test_decode_takes_no_messages():
     out = np.ones(3, np.float32)
     cpu.decode([], 1.0, [out])
     assert (out == 1).all()
-    cpu.decode([], 1.0, [out], clear=True)
+    cpu.decode([], 1.0, [out], way=cpu.SET_SUM)
     assert (out == 0).all()
 
 
@@ -194,11 +204,11 @@ def test_decode_names_the_bad_message_and_changes_nothing():
     # The payload is damaged, which only the loop that adds notices.
     wrong = tiles.copy()
     wrong[-1] |= 0x80
-    for clear in (False, True):
+    for way in WAYS:
         with pytest.raises(Malformed, match="after the last entry") as caught:
-            cpu.decode([(tiles, runs), (wrong, runs), (wrong, runs)], 1.0, [out], threads=1, clear=clear)
+            cpu.decode([(tiles, runs), (wrong, runs), (wrong, runs)], 1.0, [out], threads=1, way=way)
         assert caught.value.message == 1
-        assert clear or (out == 1).all()
+        assert way != cpu.ADD_EACH or (out == 1).all()
 
 
 @fixed
@@ -275,9 +285,9 @@ update = np.random.default_rng(0).normal(size=6000).astype(np.float32)
 runs = Runs(np.array([update.size]), np.array([1.5], np.float32))
 tiles = cpu.encode([update], np.zeros_like(update), runs).tiles
 expected = 3 * np.where(np.abs(update) < 1.5, 0, np.trunc(update / 1.5) * 1.5).astype(np.float32)
-for clear in (False, True):
+for way in cpu.ADD_EACH, cpu.SET_SUM:
     out = np.zeros_like(update)
-    cpu.decode([(tiles, runs)] * 3, 1.0, [out], threads=2, clear=clear)
+    cpu.decode([(tiles, runs)] * 3, 1.0, [out], threads=2, way=way)
     np.testing.assert_array_equal(out, expected)
 """
 

@@ -240,8 +240,7 @@ class HostAdapter(Adapter):
         Returns:
             One tensor per variable.
         """
-        # TensorFlow keeps `host` until the process ends. With weak references the adapter can be freed earlier.
-        adapter_ref, variable_refs, tensor_count = weakref.ref(self), [weakref.ref(v) for v in variables], len(tensors)
+        tensor_count, taken = len(tensors), self._step_of(variables)
 
         def step(
             bad: int,
@@ -250,13 +249,7 @@ class HostAdapter(Adapter):
             sample: list[np.ndarray],
             allocate: Callable[[int], tf.Tensor] | None = None,
         ) -> Sequence[npt.ArrayLike]:
-            adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
-            if adapter is None:
-                raise HvdxError(DELETED)
-            exchange = adapter._opened(alive)
-            blamed = describe(alive[bad]).name if bad >= 0 else ""
-            taken = StepInput(tensors, bad < 0, blamed, sample or None, steps=steps, allocate=allocate)
-            return adapter._take(exchange, taken)
+            return taken(bad, StepInput(tensors, sample=sample or None, steps=steps, allocate=allocate))[1]
 
         if self._on_device(variables):
             return on_gpu(step, tensors, sample, (first_bad, steps), variables)
@@ -271,6 +264,27 @@ class HostAdapter(Adapter):
         for result, variable in zip(results, variables, strict=True):
             result.set_shape(variable.shape)
         return results
+
+    def _step_of(
+        self, variables: Sequence[Variable]
+    ) -> Callable[[int, StepInput], tuple[HostExchange, Sequence[npt.ArrayLike]]]:
+        """Return a function that takes a step of the exchange of some variables, for an operation of the graph.
+
+        Its arguments are the index of the first variable whose gradient is not finite, or -1, and the input of the step
+        without it. It returns the exchange and its result.
+        """
+        # TensorFlow keeps the function until the process ends. With weak references the adapter can be freed earlier.
+        adapter_ref, variable_refs = weakref.ref(self), [weakref.ref(v) for v in variables]
+
+        def step(bad: int, step_input: StepInput) -> tuple[HostExchange, Sequence[npt.ArrayLike]]:
+            adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
+            if adapter is None:
+                raise HvdxError(DELETED)
+            exchange = adapter._opened(alive)
+            blamed = describe(alive[bad]).name if bad >= 0 else ""
+            return exchange, adapter._take(exchange, step_input._replace(finite=bad < 0, blamed=blamed))
+
+        return step
 
     def _take(self, exchange: HostExchange, step_input: StepInput) -> Sequence[npt.ArrayLike]:
         """Take a step of an exchange."""
@@ -418,7 +432,10 @@ def _if_usable(fine: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     if tf.executing_eagerly():
         return values if fine else tf.zeros_like(values)
     bad, good = tf.raw_ops.Switch(data=values, pred=fine)
-    return tf.raw_ops.Merge(inputs=[good, tf.raw_ops.ZerosLike(x=bad)])[0]
+    # `fine` is 0 there. Zeros that do not depend on it would become a constant, which has the gradient's size as long as
+    # the model trains.
+    zeros = tf.raw_ops.MulNoNan(x=bad, y=tf.cast(fine, values.dtype))
+    return tf.raw_ops.Merge(inputs=[good, zeros])[0]
 
 
 def any_rank(comm: Comm, flag: tf.Tensor) -> tf.Tensor:

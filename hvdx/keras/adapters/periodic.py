@@ -1,9 +1,11 @@
 """Adapter for strategies on the host in which each rank may take several steps alone between two exchanges."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import EllipsisType
 
 import keras
 import numpy as np
@@ -11,7 +13,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.comm.host_graph import on_host, wait_for
+from hvdx.comm.host_graph import change, copied_ones, on_host, wait_for
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints, device_of, values_of, with_values
@@ -20,7 +22,7 @@ from hvdx.keras.seams.layers import on_assign, raw_variable
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.variables import view_of
 from hvdx.keras.weight_parts import part_of
-from hvdx.strategies import HostExchange, Strategy
+from hvdx.strategies import HostExchange, StepInput, Strategy
 from hvdx.strategies.base import agree_on_steps
 
 
@@ -82,7 +84,7 @@ class PeriodicAdapter(HostAdapter):
                 bad = tf.where(only, tf.cast(first_bad, tf.int32), period.first_bad)
             # It costs some operations for each variable, and only that of the last step is exchanged.
             sample = self._sample(optimizer, gradients, variables)
-            return self._advance(period, period.changes_or(only, wanted), bad, sample, steps)
+            return self._advance(period, only, wanted, bad, sample, steps)
 
         # The first step of a run is slower for each operation that is traced, so each is in one branch only.
         tf.cond(begins, period.keep, _nothing)
@@ -91,25 +93,79 @@ class PeriodicAdapter(HostAdapter):
 
     def _end(self, period: "_Period", sample: Sequence[tf.Tensor]) -> tf.Tensor:
         """Exchange the changes of a period of several steps, and begin another one."""
-        return self._advance(period, period.changes(), period.first_bad, sample, steps=period.since)
+        unused = [tf.zeros(v.shape, v.dtype) for v in period.variables]
+        return self._advance(period, tf.constant(False), unused, period.first_bad, sample, steps=period.since)
 
     def _advance(
         self,
         period: "_Period",
-        changes: Sequence[tf.Tensor],
+        only: tf.Tensor,
+        wanted: Sequence[Gradient],
         first_bad: int | tf.Tensor,
         sample: Sequence[tf.Tensor],
         steps: tf.Tensor,
     ) -> tf.Tensor:
-        """Exchange changes of the weights, set the weights to the result, and begin another period."""
+        """Exchange changes of the weights, set the weights to the result, and begin another period.
+
+        Args:
+            period: the period.
+            only: bool scalar, whether it has one step.
+            wanted: updates of that step, one for each variable; not read in longer periods.
+            first_bad, sample, steps: see `HostAdapter._call`.
+        """
         variables = period.variables
-        combined = self._call(list(changes), first_bad, variables, copy_results=False, sample=sample, steps=steps)
-        # The next step of the exchange overwrites the arrays of these tensors.
-        wait_for(period.add(combined))
-        share, unsent = self._unsent(variables)
-        wait_for(period.leave(share, unsent))
-        period.restart(self._wanted(variables, steps))
+        if not period.on_host:
+            changes = period.changes_or(only, wanted)
+            combined = self._call(changes, first_bad, variables, copy_results=False, sample=sample, steps=steps)
+            # The next step of the exchange overwrites the arrays of these tensors.
+            wait_for(period.add(combined))
+            share, unsent = self._unsent(variables)
+            wait_for(period.leave(share, unsent))
+            period.restart(self._wanted(variables, steps))
+            return tf.constant(True)
+        with tf.device("CPU:0"):
+            updates = [tf.cast(tf.convert_to_tensor(u), v.dtype) for u, v in zip(wanted, variables, strict=True)]
+            weights, shared = [tf.convert_to_tensor(v) for v in variables], period.shared()
+            numbers = [tf.cast(n, tf.int64) for n in (first_bad, steps, only, period.goes_on_ahead())]
+            others = [*numbers, *weights, *shared, *(tf.cast(s, tf.float32) for s in sample)]
+            copied = copied_ones(shared)
+            dtypes = [tf.int64, *(shared[i].dtype for i in copied)]
+            (length, *found), ahead = change(self._advance_by(variables, copied), updates, others, dtypes)
+            length.set_shape(())
+            wait_for(period.move(ahead, dict(zip(copied, found, strict=True))))
+            period.restart(length)
         return tf.constant(True)
+
+    def _advance_by(
+        self, variables: Sequence[Variable], copied: Sequence[int]
+    ) -> Callable[..., Sequence[npt.ArrayLike]]:
+        """Return the Python code of `_advance`, which adds the combined changes to the shared weights in place.
+
+        Its arguments are the updates, which it replaces by the weights; four numbers (the index of the first variable
+        whose gradient is not finite, the steps of the period, whether its updates are given, and whether the weights go
+        on ahead of the shared ones); of each variable the weights, and the shared weights; then the sample. It returns
+        the length of the next period, and the shared weights that are `copied`.
+        """
+        count, step = len(variables), self._step_of(variables)
+
+        def advance(
+            updates: Sequence[np.ndarray], bad: int, steps: int, given: int, ahead: int, *arrays: np.ndarray
+        ) -> Sequence[npt.ArrayLike]:
+            weights, shared, sample = arrays[:count], arrays[count : 2 * count], list(arrays[2 * count :])
+            if not given:
+                for update, own, base in zip(updates, weights, shared, strict=True):
+                    np.subtract(own, base, out=update)
+            changes = [u.astype(np.float32, copy=False) for u in updates]
+            exchange, _ = step(int(bad), StepInput(changes, sample=sample or None, steps=int(steps), into=shared))
+            # A period of several steps begins from the shared weights, from which its changes are measured.
+            share = np.float32(exchange.unsent_share if ahead and exchange.period == 1 else 0.0)
+            _set_ahead(shared, exchange.unsent() if share else (), share, updates)
+            # Writing of the weights is cost: without an exchange, the optimiser would have written them.
+            if steps > 1:
+                exchange.applied()
+            return [np.int64(exchange.period), *(shared[i] for i in copied)]
+
+        return advance
 
     def _exchange_of(self, variables: Sequence[Variable]) -> Callable[[], HostExchange]:
         """Return a function that returns the open exchange of some variables, for an operation of the graph."""
@@ -168,7 +224,7 @@ class PeriodicAdapter(HostAdapter):
         return self._periods[key]
 
     def _make_period(self, variables: Sequence[Variable]) -> "_Period":
-        made, mine = _Period(variables), {id(v) for v in variables}
+        made, mine = _Period(variables, not self._on_device(variables)), {id(v) for v in variables}
         # Each of two lists would restore its own weights of a variable that is in both.
         for other in (p for p in self._periods.values() if mine & {id(v) for v in p.variables}):
             for period in (other, made):
@@ -228,6 +284,8 @@ class PeriodicAdapter(HostAdapter):
         self._drained = [period] if "ahead" in state else []
 
 
+# Elements that are computed at a time; they stay in the caches.
+_TILE = 1 << 16
 # Number of exchanges from which the weights are not the shared ones.
 _APART = 2
 
@@ -246,16 +304,18 @@ class _Period:
 
     Args:
         variables: the variables.
+        on_host: whether Python code changes the shared weights in place, which must then share no memory.
 
     Attributes:
+        variables, on_host: see above.
         length: int64 variable, number of steps of the period.
         since: int64 variable, number of steps taken.
         first_bad: int32 variable, index of the first variable whose gradient was not finite; -1 if all were.
         samples: number of elements of each array of a sample of gradients, see `StepInput`.
     """
 
-    def __init__(self, variables: Sequence[Variable]):
-        self.variables = list(variables)
+    def __init__(self, variables: Sequence[Variable], on_host: bool):
+        self.variables, self.on_host = list(variables), on_host
         with tf.device("CPU:0"):
             self.length = tf.Variable(1, dtype=tf.int64, trainable=False)
             self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -326,17 +386,27 @@ class _Period:
 
     def keep(self) -> tf.Tensor:
         """Keep the weights as the shared ones."""
-        for base, variable in zip(self._base, self.variables, strict=True):
-            # The variables share one array until the weights move to another, so nothing is copied.
-            base.assign(tf.convert_to_tensor(variable), read_value=False)
-        return tf.constant(True)
+
+        def keep(copies: bool) -> tf.Tensor:
+            for base, variable in zip(self._base, self.variables, strict=True):
+                weights = tf.convert_to_tensor(variable)
+                base.assign(tf.raw_ops.DeepCopy(x=weights) if copies else weights, read_value=False)
+            return tf.constant(True)
+
+        # The variables share one array until the weights move to another, so nothing is copied.
+        if not self.on_host:
+            return keep(copies=False)
+        # An array that is written in place must be nobody else's. After `enter` it is not: only the optimiser reads it.
+        with tf.device("CPU:0"):
+            entered = self._exchanges > 0
+        return tf.cond(entered, lambda: keep(copies=False), lambda: keep(copies=True))
 
     def _return(self) -> tf.Tensor:
-        for variable, shared in zip(self.variables, self._shared(), strict=True):
+        for variable, shared in zip(self.variables, self.shared(), strict=True):
             raw_variable(variable).assign(shared, read_value=False)
         return tf.constant(True)
 
-    def _shared(self) -> list[tf.Tensor]:
+    def shared(self) -> list[tf.Tensor]:
         """Return the shared weights, after an exchange."""
         shared = [tf.convert_to_tensor(base) for base in self._base]
         for tensor, variable in zip(shared, self.variables, strict=True):
@@ -362,16 +432,23 @@ class _Period:
         def check() -> tf.Tensor:
             (alike,) = on_host(unwritten, [], [tf.bool])
             with tf.device("CPU:0"):
-                self._moves.assign(tf.logical_and(self._moves, tf.reshape(alike, [])))
+                alike = tf.reshape(alike, [])
+                self._moves.assign(tf.logical_and(self._moves, alike))
+                self._exchanges.assign(tf.cast(alike, tf.int32))
             return tf.constant(True)
 
-        tf.switch_case(self._exchanges.read_value(), [_nothing, check, self._return])
+        with tf.device("CPU:0"):
+            first = tf.equal(self._exchanges, 1)
+        tf.cond(first, check, _nothing)
+        with tf.device("CPU:0"):
+            exchanged = self._exchanges > 0
+        tf.cond(exchanged, self._return, _nothing)
 
     @property
     def is_unwritten(self) -> bool:
         """True if the weights are the shared ones. Not in a graph."""
-        pairs = zip(self.variables, self._base, strict=True)
-        return all(np.array_equal(view_of(raw_variable(v)), view_of(base)) for v, base in pairs)
+        pairs = ((view_of(raw_variable(v)), view_of(b)) for v, b in zip(self.variables, self._base, strict=True))
+        return all(np.array_equal(mine[part], base[part]) for mine, base in pairs for part in _parts(base))
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Record the number of elements of each array of a sample."""
@@ -387,7 +464,7 @@ class _Period:
 
     def changes(self) -> list[tf.Tensor]:
         """Return what this rank has added to each weight."""
-        pairs = zip(self.variables, self._shared(), strict=True)
+        pairs = zip(self.variables, self.shared(), strict=True)
         return [tf.convert_to_tensor(v) - shared for v, shared in pairs]
 
     def changes_or(self, only: tf.Tensor, wanted: Sequence[Gradient]) -> list[tf.Tensor]:
@@ -400,7 +477,7 @@ class _Period:
         if tf.executing_eagerly():
             return [tf.convert_to_tensor(u) for u in wanted] if only else self.changes()
         changes = []
-        for update, variable, shared in zip(wanted, self.variables, self._shared(), strict=True):
+        for update, variable, shared in zip(wanted, self.variables, self.shared(), strict=True):
             # A conditional would make a function, see `HostAdapter`. What is not chosen is not computed.
             weights, _ = tf.raw_ops.Switch(data=tf.convert_to_tensor(variable), pred=only)
             _, values = tf.raw_ops.Switch(data=values_of(update), pred=only)
@@ -421,14 +498,28 @@ class _Period:
             unsent: the residual, see `HostExchange.unsent`.
         """
         with tf.device("CPU:0"):
-            before = self._exchanges.read_value()
-            share = share * tf.cast(tf.logical_and(self._moves, before > 0), share.dtype)
-            self._exchanges.assign(tf.where(self._moves, tf.minimum(before + 1, _APART), 0))
-        moved = []
-        for variable, shared, rest in zip(self.variables, self._shared(), unsent, strict=True):
-            ahead = shared + tf.cast(share * rest, shared.dtype)
-            moved.append(raw_variable(variable).assign(ahead, read_value=False))
-        return moved
+            share = share * tf.cast(self.goes_on_ahead(), share.dtype)
+        rests = zip(self.shared(), unsent, strict=True)
+        return self.move([shared + tf.cast(share * rest, shared.dtype) for shared, rest in rests])
+
+    def goes_on_ahead(self) -> tf.Tensor:
+        """Return whether the weights may be ahead of the shared ones after the exchange that is made, a bool scalar."""
+        return tf.logical_and(self._moves, self._exchanges > 0)
+
+    def move(self, weights: Sequence[tf.Tensor], shared: Mapping[int, tf.Tensor] | None = None) -> list[tf.Tensor]:
+        """Set the weights after an exchange, and count it; return tensors computed after that.
+
+        Args:
+            weights: weights of each variable.
+            shared: shared weights, by the number of the variable; the others are already there.
+        """
+        written = [self._base[i].assign(values, read_value=False) for i, values in (shared or {}).items()]
+        # Reads of the shared weights depend on this number, so they come after the operation that changes them.
+        with tf.device("CPU:0"), tf.control_dependencies(weights):
+            next_one = tf.minimum(self._exchanges + 1, _APART)
+            counted = self._exchanges.assign(tf.where(self._moves, next_one, 0), read_value=False)
+        pairs = zip(self.variables, weights, strict=True)
+        return [*written, counted, *(raw_variable(v).assign(w, read_value=False) for v, w in pairs)]
 
     def restart(self, length: tf.Tensor) -> None:
         """Begin another period of some steps."""
@@ -436,6 +527,34 @@ class _Period:
             self.length.assign(length)
             self.since.assign(0)
             self.first_bad.assign(-1)
+
+
+def _set_ahead(
+    shared: Sequence[np.ndarray], unsent: Sequence[np.ndarray], share: np.float32, out: Sequence[np.ndarray]
+) -> None:
+    """Set arrays to the shared weights plus a share of the residual; without `unsent`, to the former alone.
+
+    Args:
+        shared: arrays of the shapes and dtypes of the variables.
+        unsent: the residual, see `HostExchange.unsent`; may be empty.
+        share: factor of the residual.
+        out: arrays of these shapes and dtypes.
+    """
+    for base, rest, array in itertools.zip_longest(shared, unsent, out):
+        if rest is None:
+            array[...] = base
+            continue
+        for part in _parts(base):
+            ahead = np.multiply(rest[part], share, out=array[part] if array.dtype == rest.dtype else None)
+            np.add(base[part], ahead.astype(base.dtype, copy=False), out=array[part])
+
+
+def _parts(array: np.ndarray) -> list[slice] | list[EllipsisType]:
+    """Return indices of rows of an array that stay in the caches; of a small one the index of all."""
+    if array.size <= _TILE:
+        return [...]
+    rows = max(1, len(array) * _TILE // array.size)
+    return [slice(at, at + rows) for at in range(0, len(array), rows)]
 
 
 def _nothing() -> tf.Tensor:

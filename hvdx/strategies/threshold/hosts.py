@@ -348,7 +348,7 @@ class HostsExchange(HostExchange):
         finite = self._add_up(tensors, self._piece)
         faulty, fault = (_NOBODY, "") if finite else self._find_fault(tensors)
         seconds += now() - begin
-        piece = step_input._replace(tensors=self._piece_views, finite=True, blamed="", sample=sample)
+        piece = step_input._replace(tensors=self._piece_views, finite=True, blamed="", sample=sample, into=None)
         sent = inner.prepare(piece)
         self.add_cost("exchanging", seconds)
         if not sent.is_fine:

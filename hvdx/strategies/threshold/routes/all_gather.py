@@ -36,6 +36,9 @@ class Messages(Arrived):
     def add_to(self, out: "Sequence[Array]", scale: float, clear: bool) -> None:
         (self.codec.decode_sum if clear else self.codec.decode)(self.messages, out, scale)
 
+    def add_sum_to(self, out: Sequence[np.ndarray], scale: float) -> None:
+        self.codec.add_sum(self.messages, out, scale)
+
 
 class AllGatherRoute(Route):
     """Route of messages from each rank to all ranks.

@@ -45,23 +45,29 @@ class OwnersMessages(Arrived):
     Attributes:
         codec: codec of the ranks' messages, which joins those of shards.
         messages: uint8[bytes] of each owner, in rank order; empty if a rank has NaN.
-        shard_size: number of elements of a shard.
-        arranged: function that returns views of an output in the order of the shards.
+        shards: the shards.
+        arranged: function that returns views of an output in the order of the shards, which it keeps.
     """
 
     codec: codecs.Threshold
     messages: Sequence[np.ndarray] = ()
-    shard_size: int
+    shards: Shards
     arranged: Callable[[Sequence[Array]], Sequence[np.ndarray]]
 
     def add_to(self, out: Sequence[Array], scale: float, clear: bool) -> None:
-        out = self.arranged(out)
-        joined = self.codec.join(self.messages, self.shard_size)
+        self._decode(self.codec.decode_sum if clear else self.codec.decode, self.arranged(out), scale)
+
+    def add_sum_to(self, out: Sequence[np.ndarray], scale: float) -> None:
+        self._decode(self.codec.add_sum, self.shards.views(out, np.zeros(self.shards.shard_size, np.float32)), scale)
+
+    def _decode(self, decode: Callable[..., None], out: Sequence[np.ndarray], scale: float) -> None:
+        size = self.shards.shard_size
+        joined = self.codec.join(self.messages, size)
         try:
-            (self.codec.decode_sum if clear else self.codec.decode)([joined], out, scale)
+            decode([joined], out, scale)
         except WireError:
             for rank, message in enumerate(self.messages):
-                _blame(self.codec, message, self.shard_size, rank)
+                _blame(self.codec, message, size, rank)
             raise
 
 
@@ -133,7 +139,7 @@ class ShardedRoute(Route):
         statuses, times = numbers[:, _STATUS].astype(np.int64), 1000 * numbers[:, _TIMES].astype(np.int64)
         arrived = OwnersMessages(
             statuses, times, begun - begin - cutting, 0.0,
-            codec=codec, shard_size=self._shards.shard_size, arranged=self._arranged,
+            codec=codec, shards=self._shards, arranged=self._arranged,
         )  # fmt: skip
         if not statuses.any():
             sample = self._sum_samples(outgoing)
