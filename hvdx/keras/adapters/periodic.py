@@ -68,6 +68,8 @@ class PeriodicAdapter(HostAdapter):
         self._gradients = []
         with period.in_step():
             wanted = self._weighed(updates.updates_of(optimizer, step, variables))
+        # Only that of the last step is exchanged, but a gradient that waits for it would keep its memory.
+        sample = self._sample(optimizer, gradients, variables)
         period.expect(self._sample_sizes(optimizer, gradients, variables))
 
         with tf.device("CPU:0"):
@@ -82,8 +84,6 @@ class PeriodicAdapter(HostAdapter):
             with tf.device("CPU:0"):
                 steps = tf.where(only, tf.ones_like(period.since), period.since)
                 bad = tf.where(only, tf.cast(first_bad, tf.int32), period.first_bad)
-            # It costs some operations for each variable, and only that of the last step is exchanged.
-            sample = self._sample(optimizer, gradients, variables)
             return self._advance(period, only, wanted, bad, sample, steps)
 
         # The first step of a run is slower for each operation that is traced, so each is in one branch only.
