@@ -21,7 +21,18 @@ from hvdx.kernels import cpu_decode as dec
 from hvdx.kernels import cpu_encode as enc
 from hvdx.kernels.arrays import AnyArray, Float32Array, Int64Array, UInt8Array
 from hvdx.kernels.cpu_decode import ADD_EACH, ADD_SUM, SET_SUM
-from hvdx.kernels.pieces import Located, aligned, check_runs, frozen, gather, locate, locate_both, pieces, sampled, whole_pieces
+from hvdx.kernels.pieces import (
+    Located,
+    aligned,
+    check_runs,
+    frozen,
+    gather,
+    locate,
+    locate_both,
+    pieces,
+    sampled,
+    whole_pieces,
+)
 from hvdx.kernels.table import ENTRIES, START, read_runs, table
 from hvdx.kernels.tiles import (
     LAYOUT,

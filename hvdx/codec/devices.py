@@ -14,6 +14,7 @@ import numpy as np
 from hvdx.codec.base import Array
 from hvdx.errors import ConfigError
 from hvdx.kernels import cpu
+from hvdx.kernels.cpu_decode import ADD_SUM, SET_SUM
 from hvdx.kernels.pieces import Located, aligned, locate
 from hvdx.kernels.tiles import LAYOUT, Encoded, Layout, Runs
 
@@ -200,9 +201,9 @@ class Gpu:
         Raises:
             ValueError: for another way of `cpu.decode`.
         """
-        if way == cpu.ADD_SUM:
+        if way == ADD_SUM:
             raise ValueError("decode: a GPU adds messages one after another. Set an array to their sum, and add it.")
-        if way == cpu.SET_SUM:
+        if way == SET_SUM:
             for array in out.arrays:
                 self._cuda.as_device(array).copy_to_device(np.zeros(array.shape, np.float32))
         with self._one:

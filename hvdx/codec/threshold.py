@@ -22,6 +22,7 @@ from hvdx.codec.devices import Gpu, Host, gpu
 from hvdx.codec.parts import cut_tiles, join_tiles
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.kernels import compiled, cpu
+from hvdx.kernels.cpu_decode import ADD_EACH, ADD_SUM, SET_SUM
 from hvdx.kernels.pieces import Located
 from hvdx.kernels.table import read_runs
 from hvdx.kernels.tiles import LINE, Malformed, Runs, limit
@@ -271,16 +272,16 @@ class Threshold(Codec[ThresholdState]):
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
     ) -> None:
         """Decode messages as `Codec.decode` does; `stream` is that of `encode`."""
-        self._decode(messages, out, scale, cpu.ADD_EACH, stream)
+        self._decode(messages, out, scale, ADD_EACH, stream)
 
     def decode_sum(
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float = 1.0, stream: object = None
     ) -> None:
         """Decode messages as `Codec.decode_sum` does; `stream` is that of `encode`."""
-        self._decode(messages, out, scale, cpu.SET_SUM, stream)
+        self._decode(messages, out, scale, SET_SUM, stream)
 
     def add_sum(self, messages: Sequence[np.ndarray], out: Sequence[np.ndarray], scale: float = 1.0) -> None:
-        self._decode(messages, out, scale, cpu.ADD_SUM, None)
+        self._decode(messages, out, scale, ADD_SUM, None)
 
     def _decode(
         self, messages: Sequence[np.ndarray], out: Sequence[Array], scale: float, way: int, stream: object

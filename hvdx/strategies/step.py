@@ -292,6 +292,9 @@ class MessageExchange(HostExchange):
         self._out: Sequence[Array] = [] if self._device is not None else views(self._flat, specs)
         # Arrays that are set to the result on the host.
         self._results: Sequence[Array] = list(results) if results is not None else [self._flat]
+        # Residual of the last step as the tensors, and its address.
+        self._unsent: list[np.ndarray] = []
+        self._unsent_at = 0
         self._step = 0
         self._exchanges = 0
         self._computing = 0.0
@@ -437,7 +440,13 @@ class MessageExchange(HostExchange):
 
     def unsent(self, allocate: "Callable[[int], Array] | None" = None) -> "Sequence[Array]":
         residual = self.encoder.unsent(allocate)
-        return [residual] if self._device is not None else views(np.asarray(residual), self.specs)
+        if self._device is not None:
+            return [residual]
+        flat = np.asarray(residual)
+        # Usually the same memory in each step.
+        if flat.ctypes.data != self._unsent_at:
+            self._unsent_at, self._unsent = flat.ctypes.data, views(flat, self.specs)
+        return self._unsent
 
     @property
     def residuals(self) -> list[np.ndarray]:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdx.comm import host_graph
 from hvdx.comm.alignment import aligned
 from hvdx.comm.base import Reduction
-from hvdx.comm.host_graph import HostGraphComm, on_host
+from hvdx.comm.host_graph import HostGraphComm, change, on_host
 from hvdx.comm.local import virtual_world
 from hvdx.comm.tensors import MismatchError
 from hvdx.errors import ConfigError, ExchangeError, ReplicaError
@@ -182,6 +183,33 @@ def test_variable_does_not_follow_a_reused_array(copy_results):
     work(2.0)
     # Without a copy, the variable has the array's memory.
     assert variable.numpy()[0] == (1.0 if copy_results else 2.0)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("eager", [True, False])
+def test_python_code_changes_tensors_and_nothing_else(eager, shares, monkeypatch):
+    """Also if TensorFlow should give it copies one day, of scalars, and of a tensor that is given twice."""
+    monkeypatch.setattr(host_graph, "_shares_memory", lambda: shares)
+    tf.config.run_functions_eagerly(eager)
+    kept = tf.Variable(tf.ones([70]))
+
+    def work(arrays, other):
+        for i, array in enumerate(arrays):
+            np.add(array, 10.0 * (i + 1) + other, out=array)
+        return [np.int64(len(arrays))]
+
+    @tf.function
+    def step(x):
+        made = x + 1.0
+        (count,), changed = change(work, [made, made, kept, tf.constant(2.0)], [tf.constant(0.5)], [tf.int64])
+        return count, changed, made
+
+    count, changed, made = step(tf.zeros([70]))
+    assert count == 4
+    assert [float(t.numpy().max()) for t in changed] == [11.5, 21.5, 31.5, 42.5]
+    assert [t.shape.as_list() for t in changed] == [[70]] * 3 + [[]]
+    assert (made.numpy() == 1).all()
+    assert (kept.numpy() == 1).all()
 
 
 def test_computed_gradients_are_summed_where_they_are():

@@ -625,10 +625,18 @@ def test_variables_are_broadcast_in_blocks(monkeypatch):
 @pytest.mark.graph(every=True)
 @pytest.mark.parametrize(
     ("layer", "strategy"),
-    [("dense", "all_reduce:engine=mpi"), ("table", "all_reduce:engine=mpi"), ("table", "parameter_averaging:period=2")],
+    [
+        ("dense", "all_reduce:engine=mpi"),
+        ("dense", "threshold:target_density=0.001"),
+        ("table", "all_reduce:engine=mpi"),
+        ("table", "parameter_averaging:period=2"),
+    ],
 )
 def test_nothing_has_the_size_of_the_model(layer, strategy):
-    """A variable of 100 MB: its broadcast, sum, mean, comparison and check need much less memory than a copy of it."""
+    """A variable of 100 MB: its broadcast, sum, mean, comparison and check need much less memory than a copy of it.
+
+    Under `Threshold`, nothing has that size but what it keeps.
+    """
     shape = (5000,) if layer == "dense" else (8,)
     inputs = keras.Input(shape, dtype="float32" if layer == "dense" else "int32")
     hidden = keras.layers.Dense(5000) if layer == "dense" else keras.layers.Embedding(400_000, 64)
@@ -641,4 +649,6 @@ def test_nothing_has_the_size_of_the_model(layer, strategy):
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     model.fit(data, epochs=2, verbose=0, callbacks=[hvd.Distribute(strategy)])
-    assert memory("VmHWM") - before < 60e6
+    # Threshold keeps a residual and the shared weights.
+    kept = 220e6 if strategy.startswith("threshold") else 0.0
+    assert memory("VmHWM") - before < kept + 60e6

@@ -432,8 +432,8 @@ def _if_usable(fine: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     if tf.executing_eagerly():
         return values if fine else tf.zeros_like(values)
     bad, good = tf.raw_ops.Switch(data=values, pred=fine)
-    # `fine` is 0 there. Zeros that do not depend on it would become a constant, which has the gradient's size as long as
-    # the model trains.
+    # `fine` is 0 there. Zeros that do not depend on it would become a constant, which has the gradient's size as long
+    # as the model trains.
     zeros = tf.raw_ops.MulNoNan(x=bad, y=tf.cast(fine, values.dtype))
     return tf.raw_ops.Merge(inputs=[good, zeros])[0]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import EllipsisType
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -18,6 +19,7 @@ from hvdx.errors import HvdxError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints, device_of, values_of, with_values
 from hvdx.keras.adapters.host import DELETED, HostAdapter, unsent_on_gpu
+from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.layers import on_assign, raw_variable
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.variables import view_of
@@ -48,13 +50,19 @@ class PeriodicAdapter(HostAdapter):
         super().__init__(strategy, comm, optimizer, name, gain)
         # Periods by the `id` of each variable, as open exchanges.
         self._periods: dict[tuple[int, ...], _Period] = {}
+        self._reads_weights = updates.reads_weights(innermost(optimizer))
+        # Whether the step that is being traced has called `_Period.enter`.
+        self._entered = False
         # Periods to which `go_on` is to return.
         self._drained: list[_Period] = []
 
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        # Keras decays the weights next, and an update may depend on them: those are the shared weights.
         if not _are_split(self.variables):
-            self._period_of(self.variables).enter()
+            # Keras decays the weights next, and an update may depend on them: those are the shared weights.
+            self._entered = self._reads_weights or any(isinstance(g, tf.IndexedSlices) for g in gradients)
+            period = self._period_of(self.variables)
+            if self._entered or not period.on_host:
+                period.enter()
         return super().gradients(gradients)
 
     def apply(
@@ -72,6 +80,95 @@ class PeriodicAdapter(HostAdapter):
         sample = self._sample(optimizer, gradients, variables)
         period.expect(self._sample_sizes(optimizer, gradients, variables))
 
+        # Between two exchanges only the rows of a sparse update are written.
+        period.on_host &= not any(isinstance(u, tf.IndexedSlices) for u in wanted)
+        if period.on_host:
+            self._advance(period, wanted, first_bad, sample)
+        else:
+            self._advance_in_graph(period, wanted, first_bad, sample)
+
+    def _advance(
+        self,
+        period: "_Period",
+        wanted: Sequence[Gradient],
+        first_bad: int | tf.Tensor,
+        sample: Sequence[tf.Tensor],
+        ends: bool = False,
+    ) -> None:
+        """Take a step of a period on the host, in one operation of the graph.
+
+        Args:
+            period: the period.
+            wanted: updates of the step, one for each variable.
+            first_bad, sample: see `HostAdapter._call`.
+            ends: no step is taken, the period ends, and `wanted` holds the weights.
+        """
+        variables = period.variables
+        with tf.device("CPU:0"):
+            updates = [tf.cast(tf.convert_to_tensor(u), v.dtype) for u, v in zip(wanted, variables, strict=True)]
+            weights, shared = [tf.convert_to_tensor(v) for v in variables], period.shared()
+            others = [tf.cast(first_bad, tf.int64), period.state(), *weights, *shared]
+            others += [tf.cast(s, tf.float32) for s in sample]
+            copied = copied_ones(shared)
+            dtypes = [tf.int64, *(shared[i].dtype for i in copied)]
+            work = self._work_of(variables, copied, self._entered, ends)
+            (state, *found), after = change(work, updates, others, dtypes)
+            state.set_shape([len(_State._fields)])
+            written = period.set(state, after, dict(zip(copied, found, strict=True)))
+        wait_for(written)
+
+    def _work_of(
+        self, variables: Sequence[Variable], copied: Sequence[int], entered: bool, ends: bool
+    ) -> Callable[..., Sequence[npt.ArrayLike]]:
+        """Return the Python code of `_advance`, which changes the shared weights in place.
+
+        Its arguments are the updates, which it replaces by the weights; the index of the first variable whose gradient
+        is not finite; the numbers of a `_State`; of each variable the weights, and the shared weights; then the sample.
+        It returns the state, and the shared weights that are `copied`.
+        """
+        count, step = len(variables), self._step_of(variables)
+
+        def work(
+            updates: Sequence[np.ndarray], bad: int, numbers: np.ndarray, *arrays: np.ndarray
+        ) -> Sequence[npt.ArrayLike]:
+            state = _State(*map(int, numbers))
+            weights, shared, sample = arrays[:count], arrays[count : 2 * count], list(arrays[2 * count :])
+            kept = [shared[i] for i in copied]
+            if not ends:
+                if not state.since:
+                    state = state.begun(weights, shared, entered)
+                only = not state.since and state.length == 1
+                if not only:
+                    _each(np.add, weights, updates, updates)
+                    state = state.alone(int(bad))
+                    if state.since < state.length:
+                        return [np.array(state), *kept]
+            else:
+                only = False
+            if not only:
+                _each(np.subtract, updates, shared, updates)
+            changes = [u.astype(np.float32, copy=False) for u in updates]
+            taken = StepInput(changes, sample=sample or None, steps=max(state.since, 1), into=shared)
+            exchange, _ = step(int(bad) if only else state.first_bad, taken)
+            # A period of several steps begins from the shared weights, from which its changes are measured.
+            share = exchange.unsent_share if state.moves and state.exchanges and exchange.period == 1 else 0.0
+            unsent = [np.asarray(rest) for rest in exchange.unsent()] if share else []
+            _set_ahead(shared, unsent, np.float32(share), updates)
+            # Writing of the weights is cost: without an exchange, the optimiser would have written them.
+            if state.since > 1:
+                exchange.applied()
+            return [np.array(state.exchanged(exchange.period)), *kept]
+
+        return work
+
+    def _advance_in_graph(
+        self,
+        period: "_Period",
+        wanted: Sequence[Gradient],
+        first_bad: int | tf.Tensor,
+        sample: Sequence[tf.Tensor],
+    ) -> None:
+        """Take a step of a period whose weights are on a GPU, or have sparse updates; see `_advance`."""
         with tf.device("CPU:0"):
             begins, ends = tf.equal(period.since, 0), period.since + 1 >= period.length
             only = tf.logical_and(begins, ends)
@@ -84,88 +181,30 @@ class PeriodicAdapter(HostAdapter):
             with tf.device("CPU:0"):
                 steps = tf.where(only, tf.ones_like(period.since), period.since)
                 bad = tf.where(only, tf.cast(first_bad, tf.int32), period.first_bad)
-            return self._advance(period, only, wanted, bad, sample, steps)
+            return self._exchange_in_graph(period, period.changes_or(only, wanted), bad, sample, steps)
 
         # The first step of a run is slower for each operation that is traced, so each is in one branch only.
         tf.cond(begins, period.keep, _nothing)
         tf.cond(only, _nothing, go_alone)
         tf.cond(ends, exchange, _nothing)
 
-    def _end(self, period: "_Period", sample: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Exchange the changes of a period of several steps, and begin another one."""
-        unused = [tf.zeros(v.shape, v.dtype) for v in period.variables]
-        return self._advance(period, tf.constant(False), unused, period.first_bad, sample, steps=period.since)
-
-    def _advance(
+    def _exchange_in_graph(
         self,
         period: "_Period",
-        only: tf.Tensor,
-        wanted: Sequence[Gradient],
+        changes: Sequence[tf.Tensor],
         first_bad: int | tf.Tensor,
         sample: Sequence[tf.Tensor],
         steps: tf.Tensor,
     ) -> tf.Tensor:
-        """Exchange changes of the weights, set the weights to the result, and begin another period.
-
-        Args:
-            period: the period.
-            only: bool scalar, whether it has one step.
-            wanted: updates of that step, one for each variable; not read in longer periods.
-            first_bad, sample, steps: see `HostAdapter._call`.
-        """
+        """Exchange changes of the weights, set the weights to the result, and begin another period."""
         variables = period.variables
-        if not period.on_host:
-            changes = period.changes_or(only, wanted)
-            combined = self._call(changes, first_bad, variables, copy_results=False, sample=sample, steps=steps)
-            # The next step of the exchange overwrites the arrays of these tensors.
-            wait_for(period.add(combined))
-            share, unsent = self._unsent(variables)
-            wait_for(period.leave(share, unsent))
-            period.restart(self._wanted(variables, steps))
-            return tf.constant(True)
-        with tf.device("CPU:0"):
-            updates = [tf.cast(tf.convert_to_tensor(u), v.dtype) for u, v in zip(wanted, variables, strict=True)]
-            weights, shared = [tf.convert_to_tensor(v) for v in variables], period.shared()
-            numbers = [tf.cast(n, tf.int64) for n in (first_bad, steps, only, period.goes_on_ahead())]
-            others = [*numbers, *weights, *shared, *(tf.cast(s, tf.float32) for s in sample)]
-            copied = copied_ones(shared)
-            dtypes = [tf.int64, *(shared[i].dtype for i in copied)]
-            (length, *found), ahead = change(self._advance_by(variables, copied), updates, others, dtypes)
-            length.set_shape(())
-            wait_for(period.move(ahead, dict(zip(copied, found, strict=True))))
-            period.restart(length)
+        combined = self._call(list(changes), first_bad, variables, copy_results=False, sample=sample, steps=steps)
+        # The next step of the exchange overwrites the arrays of these tensors.
+        wait_for(period.add(combined))
+        share, unsent = self._unsent(variables)
+        wait_for(period.leave(share, unsent))
+        period.restart(self._wanted(variables, steps))
         return tf.constant(True)
-
-    def _advance_by(
-        self, variables: Sequence[Variable], copied: Sequence[int]
-    ) -> Callable[..., Sequence[npt.ArrayLike]]:
-        """Return the Python code of `_advance`, which adds the combined changes to the shared weights in place.
-
-        Its arguments are the updates, which it replaces by the weights; four numbers (the index of the first variable
-        whose gradient is not finite, the steps of the period, whether its updates are given, and whether the weights go
-        on ahead of the shared ones); of each variable the weights, and the shared weights; then the sample. It returns
-        the length of the next period, and the shared weights that are `copied`.
-        """
-        count, step = len(variables), self._step_of(variables)
-
-        def advance(
-            updates: Sequence[np.ndarray], bad: int, steps: int, given: int, ahead: int, *arrays: np.ndarray
-        ) -> Sequence[npt.ArrayLike]:
-            weights, shared, sample = arrays[:count], arrays[count : 2 * count], list(arrays[2 * count :])
-            if not given:
-                for update, own, base in zip(updates, weights, shared, strict=True):
-                    np.subtract(own, base, out=update)
-            changes = [u.astype(np.float32, copy=False) for u in updates]
-            exchange, _ = step(int(bad), StepInput(changes, sample=sample or None, steps=int(steps), into=shared))
-            # A period of several steps begins from the shared weights, from which its changes are measured.
-            share = np.float32(exchange.unsent_share if ahead and exchange.period == 1 else 0.0)
-            _set_ahead(shared, exchange.unsent() if share else (), share, updates)
-            # Writing of the weights is cost: without an exchange, the optimiser would have written them.
-            if steps > 1:
-                exchange.applied()
-            return [np.int64(exchange.period), *(shared[i] for i in copied)]
-
-        return advance
 
     def _exchange_of(self, variables: Sequence[Variable]) -> Callable[[], HostExchange]:
         """Return a function that returns the open exchange of some variables, for an operation of the graph."""
@@ -245,7 +284,12 @@ class PeriodicAdapter(HostAdapter):
         for period in self._periods.values():
             if agree_on_steps(int(period.since.numpy()), "the last exchange", self.comm):
                 # A sample of zeros does not change the estimate of the noise.
-                self._end(period, [tf.zeros(size) for size in period.samples])
+                sample = [tf.zeros(size) for size in period.samples]
+                if period.on_host:
+                    weights = [tf.convert_to_tensor(v) for v in period.variables]
+                    self._advance(period, weights, period.first_bad, sample, ends=True)
+                else:
+                    self._exchange_in_graph(period, period.changes(), period.first_bad, sample, period.since)
                 apply_constraints(period.variables)
             period.settle()
 
@@ -294,6 +338,44 @@ def _are_split(variables: Sequence[Variable]) -> bool:
     return any(part_of(v) is not None for v in variables)
 
 
+class _State(NamedTuple):
+    """Numbers of a period on the host; see `_Period`."""
+
+    since: int
+    length: int
+    first_bad: int
+    exchanges: int
+    moves: int
+
+    def begun(self, weights: Sequence[np.ndarray], shared: Sequence[np.ndarray], entered: bool) -> "_State":
+        """Return the state when a period begins, and keep the weights as the shared ones where they are those.
+
+        Args:
+            weights, shared: arrays of each variable; the latter are changed.
+            entered: see `_Period.enter`.
+        """
+        state = self
+        if not entered and state.exchanges == 1:
+            alike = _are_equal(weights, shared)
+            state = state._replace(moves=int(state.moves and alike), exchanges=int(alike))
+        if entered or not state.exchanges:
+            for own, base in zip(weights, shared, strict=True):
+                # After `enter` they are the same array.
+                if own.__array_interface__["data"] != base.__array_interface__["data"]:
+                    base[...] = own
+        return state
+
+    def alone(self, bad: int) -> "_State":
+        """Return the state after a step whose updates were added to this rank's own weights."""
+        first_bad = bad if self.first_bad < 0 else self.first_bad
+        return self._replace(since=self.since + 1, first_bad=first_bad, exchanges=0)
+
+    def exchanged(self, length: int) -> "_State":
+        """Return the state after an exchange, before a period of some length."""
+        exchanges = min(self.exchanges + 1, _APART) if self.moves else 0
+        return self._replace(since=0, length=length, first_bad=-1, exchanges=exchanges)
+
+
 class _Period:
     """Steps since the last exchange of some variables, and the shared weights.
 
@@ -304,7 +386,8 @@ class _Period:
 
     Args:
         variables: the variables.
-        on_host: whether Python code changes the shared weights in place, which must then share no memory.
+        on_host: whether Python code changes the shared weights in place. They then share memory with the weights only
+            from `enter` to the end of the step.
 
     Attributes:
         variables, on_host: see above.
@@ -324,8 +407,8 @@ class _Period:
             self._exchanges = tf.Variable(0, dtype=tf.int32, trainable=False)
             self._moves = tf.Variable(True, trainable=False)
         self.samples: list[int] = []
-        # Shared weights. They take no memory before the first exchange.
-        self._base = [_empty(v) for v in variables]
+        # Shared weights. Those that Python code does not write take no memory before the first exchange.
+        self._base = [_zeros(v, v.shape if on_host else [0]) for v in variables]
         self._in_step = False
         # Keras keeps a variable as long as its model, and so what the variable holds.
         method = weakref.WeakMethod(self.note_write)
@@ -375,7 +458,9 @@ class _Period:
     def settle(self) -> None:
         """Return to the shared weights, after an exchange. Not in a graph."""
         if self.goes_ahead:
-            self._return()
+            for variable, base in zip(self.variables, self.shared(), strict=True):
+                shared = tf.raw_ops.DeepCopy(x=base) if self.on_host else base
+                raw_variable(variable).assign(shared, read_value=False)
             self._exchanges.assign(0)
 
     def resume(self, share: tf.Tensor, unsent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -386,20 +471,11 @@ class _Period:
 
     def keep(self) -> tf.Tensor:
         """Keep the weights as the shared ones."""
-
-        def keep(copies: bool) -> tf.Tensor:
-            for base, variable in zip(self._base, self.variables, strict=True):
-                weights = tf.convert_to_tensor(variable)
-                base.assign(tf.raw_ops.DeepCopy(x=weights) if copies else weights, read_value=False)
-            return tf.constant(True)
-
-        # The variables share one array until the weights move to another, so nothing is copied.
-        if not self.on_host:
-            return keep(copies=False)
-        # An array that is written in place must be nobody else's. After `enter` it is not: only the optimiser reads it.
-        with tf.device("CPU:0"):
-            entered = self._exchanges > 0
-        return tf.cond(entered, lambda: keep(copies=False), lambda: keep(copies=True))
+        for base, variable in zip(self._base, self.variables, strict=True):
+            # On a GPU the variables share one array until the weights move to another.
+            weights = tf.convert_to_tensor(variable)
+            base.assign(tf.raw_ops.DeepCopy(x=weights) if self.on_host else weights, read_value=False)
+        return tf.constant(True)
 
     def _return(self) -> tf.Tensor:
         for variable, shared in zip(self.variables, self.shared(), strict=True):
@@ -447,8 +523,7 @@ class _Period:
     @property
     def is_unwritten(self) -> bool:
         """True if the weights are the shared ones. Not in a graph."""
-        pairs = ((view_of(raw_variable(v)), view_of(b)) for v, b in zip(self.variables, self._base, strict=True))
-        return all(np.array_equal(mine[part], base[part]) for mine, base in pairs for part in _parts(base))
+        return _are_equal([view_of(raw_variable(v)) for v in self.variables], [view_of(b) for b in self._base])
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Record the number of elements of each array of a sample."""
@@ -498,28 +573,38 @@ class _Period:
             unsent: the residual, see `HostExchange.unsent`.
         """
         with tf.device("CPU:0"):
-            share = share * tf.cast(self.goes_on_ahead(), share.dtype)
-        rests = zip(self.shared(), unsent, strict=True)
-        return self.move([shared + tf.cast(share * rest, shared.dtype) for shared, rest in rests])
+            before = self._exchanges.read_value()
+            share = share * tf.cast(tf.logical_and(self._moves, before > 0), share.dtype)
+            self._exchanges.assign(tf.where(self._moves, tf.minimum(before + 1, _APART), 0))
+        moved = []
+        for variable, shared, rest in zip(self.variables, self.shared(), unsent, strict=True):
+            ahead = shared + tf.cast(share * rest, shared.dtype)
+            moved.append(raw_variable(variable).assign(ahead, read_value=False))
+        return moved
 
-    def goes_on_ahead(self) -> tf.Tensor:
-        """Return whether the weights may be ahead of the shared ones after the exchange that is made, a bool scalar."""
-        return tf.logical_and(self._moves, self._exchanges > 0)
+    def state(self) -> tf.Tensor:
+        """Return the numbers of a `_State`, an int64 vector."""
+        numbers = self.since, self.length, self.first_bad, self._exchanges, self._moves
+        return tf.stack([tf.cast(n, tf.int64) for n in numbers])
 
-    def move(self, weights: Sequence[tf.Tensor], shared: Mapping[int, tf.Tensor] | None = None) -> list[tf.Tensor]:
-        """Set the weights after an exchange, and count it; return tensors computed after that.
+    def set(
+        self, state: tf.Tensor, weights: Sequence[tf.Tensor], shared: Mapping[int, tf.Tensor]
+    ) -> list[tf.Operation]:
+        """Set numbers, weights and shared weights after a step on the host; return the operations.
 
         Args:
+            state: see `state`.
             weights: weights of each variable.
-            shared: shared weights, by the number of the variable; the others are already there.
+            shared: shared weights by the number of the variable; the others are there already.
         """
-        written = [self._base[i].assign(values, read_value=False) for i, values in (shared or {}).items()]
-        # Reads of the shared weights depend on this number, so they come after the operation that changes them.
-        with tf.device("CPU:0"), tf.control_dependencies(weights):
-            next_one = tf.minimum(self._exchanges + 1, _APART)
-            counted = self._exchanges.assign(tf.where(self._moves, next_one, 0), read_value=False)
+        since, length, first_bad, exchanges, moves = tf.unstack(state)
+        # Reads of the shared weights in a branch depend on these numbers, so they come after their change.
+        written = [self._exchanges.assign(tf.cast(exchanges, tf.int32)), self._moves.assign(moves > 0)]
+        written += [self.since.assign(since), self.length.assign(length)]
+        written += [self.first_bad.assign(tf.cast(first_bad, tf.int32))]
+        written += [self._base[i].assign(values, read_value=False) for i, values in shared.items()]
         pairs = zip(self.variables, weights, strict=True)
-        return [*written, counted, *(raw_variable(v).assign(w, read_value=False) for v, w in pairs)]
+        return [*written, *(raw_variable(v).assign(w, read_value=False) for v, w in pairs)]
 
     def restart(self, length: tf.Tensor) -> None:
         """Begin another period of some steps."""
@@ -527,6 +612,23 @@ class _Period:
             self.length.assign(length)
             self.since.assign(0)
             self.first_bad.assign(-1)
+
+
+def _are_equal(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    """Return whether arrays have the same elements."""
+    pairs = zip(some, others, strict=True)
+    return all(np.array_equal(a[part], b[part]) for a, b in pairs for part in _parts(a))
+
+
+def _each(
+    function: Callable[..., np.ndarray],
+    some: Sequence[np.ndarray],
+    others: Sequence[np.ndarray],
+    out: Sequence[np.ndarray],
+) -> None:
+    """Set arrays to a function of two."""
+    for a, b, result in zip(some, others, out, strict=True):
+        function(a, b, out=result)
 
 
 def _set_ahead(
@@ -561,6 +663,9 @@ def _nothing() -> tf.Tensor:
     return tf.constant(True)
 
 
-def _empty(variable: Variable) -> tf.Variable:
+def _zeros(variable: Variable, shape: Sequence[int]) -> tf.Variable:
+    """Return a variable of zeros on the device of another, for values of any shape."""
     with tf.device(device_of(variable) or "CPU:0"):
-        return tf.Variable(tf.zeros([0], variable.dtype), shape=tf.TensorShape(None), trainable=False)
+        # The memory of a constant could be shared.
+        zeros = tf.raw_ops.Empty(shape=list(shape), dtype=variable.dtype, init=True)
+        return tf.Variable(zeros, shape=tf.TensorShape(None), trainable=False)

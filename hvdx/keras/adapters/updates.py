@@ -14,6 +14,11 @@ from hvdx.keras.types import Gradient, Variable
 # The weights of these optimisers are a function of their state, which is rank-local here: the next step would undo
 # any other change of the weights.
 _ASSIGN_WEIGHTS = ("Ftrl", "ScheduleFreeAdamW")
+# Classes whose update step reads no weights.
+_WITHOUT_WEIGHTS = {
+    *(keras.optimizers.SGD, keras.optimizers.RMSprop, keras.optimizers.Adam, keras.optimizers.Nadam),
+    *(keras.optimizers.Adamax, keras.optimizers.Adagrad, keras.optimizers.Adadelta),
+}
 
 
 def check_kind(optimizer: keras.optimizers.Optimizer, placement: str) -> None:
@@ -55,6 +60,16 @@ def _obstacle(optimizer: keras.optimizers.Optimizer) -> str:
 def assigns_weights(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether an optimiser computes weights from its state and has no update to send."""
     return any(cls.__name__ in _ASSIGN_WEIGHTS for cls in type(optimizer).__mro__)
+
+
+def reads_weights(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether the step of an optimiser depends on the weights, and not only on gradients and its own state.
+
+    Example:
+        >>> reads_weights(keras.optimizers.Adam()), reads_weights(keras.optimizers.AdamW())
+        (False, True)
+    """
+    return bool(optimizer.weight_decay) or owner_of_update_step(optimizer) not in _WITHOUT_WEIGHTS
 
 
 def updates_of(
