@@ -134,17 +134,14 @@ class PeriodicAdapter(HostAdapter):
             state = _State(*map(int, numbers))
             weights, shared, sample = arrays[:count], arrays[count : 2 * count], list(arrays[2 * count :])
             kept = [shared[i] for i in copied]
-            if not ends:
-                if not state.since:
-                    state = state.begun(weights, shared, entered)
-                only = not state.since and state.length == 1
-                if not only:
-                    _each(np.add, weights, updates, updates)
-                    state = state.alone(int(bad))
-                    if state.since < state.length:
-                        return [np.array(state), *kept]
-            else:
-                only = False
+            if not (ends or state.since):
+                state = state.begun(weights, shared, entered)
+            only = not (ends or state.since) and state.length == 1
+            if not (ends or only):
+                _each(np.add, weights, updates, updates)
+                state = state.alone(int(bad))
+                if state.since < state.length:
+                    return [np.array(state), *kept]
             if not only:
                 _each(np.subtract, updates, shared, updates)
             changes = [u.astype(np.float32, copy=False) for u in updates]
@@ -339,7 +336,7 @@ def _are_split(variables: Sequence[Variable]) -> bool:
 
 
 class _State(NamedTuple):
-    """Numbers of a period on the host; see `_Period`."""
+    """Numbers of a period, as the Python code of a step has them; see `_Period`."""
 
     since: int
     length: int

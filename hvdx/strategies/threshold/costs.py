@@ -105,23 +105,25 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
     own = {
         "waiting": 0.0 if options.asynchronous else situation.slowest,
-        # The result is returned: TensorFlow copies tensors whose addresses are not aligned. The update is made, and
-        # the result is added to the weights, as on one worker. Then the share of the residual is added, which shards
-        # are copied for.
-        "copying": situation.passes(8 + (not options.asynchronous) * (20 + 8 * (kind == "sharded"))),
+        # The update is made, and the sum is added to the shared weights, as on one worker. The weights are these and the
+        # share of the residual, which shards are copied for. Where a result is returned, it is added to the weights.
+        "copying": situation.passes(8 if options.asynchronous else 20 + 8 * (kind == "sharded" or dense)),
     }
     terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
     # The times of several steps differ less between workers than those of one step.
     terms = {name: value / (period**0.5 if name == "waiting" else period) for name, value in terms.items()}
     others = between.workers - 1
     message = message_bytes(count, density)
-    buffers = {"residual": 4.0 * count, "buffers": 8.0 * count + between.workers * message}
+    # A sum that is not added where the shared weights are.
+    result = 8.0 * count if dense or options.asynchronous else 0.0
+    buffers = {"residual": 4.0 * count, "buffers": result + between.workers * message}
     note = f"density {density:.2g}"
     if kind == "sharded":
-        # The residual and the sum of a shard; each phase has its messages twice, in parts and as a whole.
+        # The residual and the sum of a shard, and a copy of the residual in the order of the tensors; each phase has its
+        # messages twice, in parts and as a whole.
         moved = 2 * (1 + OWNER_DENSITY) * message
-        buffers = {"residual": 4.0 * count * (1 + 1 / between.workers), "buffers": 8.0 * count + moved}
-        buffers["buffers"] += 4.0 * count / between.workers
+        buffers = {"residual": 4.0 * count * (1 + 1 / between.workers), "buffers": result + moved}
+        buffers["buffers"] += 4.0 * count / between.workers + 4.0 * count * (not options.asynchronous)
         note += ", sharded"
     elif others and not options.asynchronous:
         note += ", all-gather"
