@@ -78,10 +78,7 @@ class PeriodicAdapter(HostAdapter):
             wanted = self._weighed(updates.updates_of(optimizer, step, variables))
         # Only that of the last step is exchanged, but a gradient that waits for it would keep its memory.
         sample = self._sample(optimizer, gradients, variables)
-        period.expect(self._sample_sizes(optimizer, gradients, variables))
-
-        # Between two exchanges only the rows of a sparse update are written.
-        period.on_host &= not any(isinstance(u, tf.IndexedSlices) for u in wanted)
+        period.expect(self._sample_sizes(optimizer, gradients, variables), wanted)
         if period.on_host:
             self._advance(period, wanted, first_bad, sample)
         else:
@@ -522,9 +519,11 @@ class _Period:
         """True if the weights are the shared ones. Not in a graph."""
         return _are_equal([view_of(raw_variable(v)) for v in self.variables], [view_of(b) for b in self._base])
 
-    def expect(self, sizes: Sequence[int]) -> None:
-        """Record the number of elements of each array of a sample."""
+    def expect(self, sizes: Sequence[int], wanted: Sequence[Gradient]) -> None:
+        """Record the number of elements of each array of a sample, and whether updates are of rows."""
         self.samples = list(sizes)
+        # Between two exchanges only the rows of a sparse update are written, by operations of the graph.
+        self.on_host &= not any(isinstance(update, tf.IndexedSlices) for update in wanted)
 
     def go_alone(self, changes: Sequence[Gradient], first_bad: int | tf.Tensor) -> None:
         """Count a step, and add its updates to the weights of this rank."""

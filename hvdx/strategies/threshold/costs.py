@@ -105,8 +105,8 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     shown = 1 - hidden / max(sum(exchange.values()), 1e-12)
     own = {
         "waiting": 0.0 if options.asynchronous else situation.slowest,
-        # The update is made, and the sum is added to the shared weights, as on one worker. The weights are these and the
-        # share of the residual, which shards are copied for. Where a result is returned, it is added to the weights.
+        # The update is made, and the sum is added to the shared weights, as on one worker. The weights are these and
+        # the share of the residual, which shards are copied for. A result of a host's workers is added to the weights.
         "copying": situation.passes(8 if options.asynchronous else 20 + 8 * (kind == "sharded" or dense)),
     }
     terms = added([own, within, coding, {name: value * shown for name, value in exchange.items()}])
@@ -119,8 +119,8 @@ def predict(options: Options, situation: Situation) -> Prediction | None:
     buffers = {"residual": 4.0 * count, "buffers": result + between.workers * message}
     note = f"density {density:.2g}"
     if kind == "sharded":
-        # The residual and the sum of a shard, and a copy of the residual in the order of the tensors; each phase has its
-        # messages twice, in parts and as a whole.
+        # The residual and the sum of a shard, and a copy of the residual in the order of the tensors; each phase has
+        # its messages twice, in parts and as a whole.
         moved = 2 * (1 + OWNER_DENSITY) * message
         buffers = {"residual": 4.0 * count * (1 + 1 / between.workers), "buffers": result + moved}
         buffers["buffers"] += 4.0 * count / between.workers + 4.0 * count * (not options.asynchronous)
