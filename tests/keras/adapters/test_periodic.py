@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdx
+from hvdx.comm.local import virtual_world
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.optimizer import attach
@@ -199,6 +200,24 @@ def test_only_the_rows_of_a_sparse_update_are_written_in_mid_period(monkeypatch)
     assert dense == []
     assert first == [[0, -3, 0, 0, 0], [0, -5, 0, 0, 0], [0, -7, 0, 0, 0], [0, -9, 0, 0, 0]]
     assert second[1:] == [[0, -7, 0, 0, 0], [0, -11, 0, 0, 0], [0, -9, 0, 0, 0]]
+
+
+def test_a_step_has_few_operations_for_each_variable():
+    """TensorFlow's time before the first step grows with them, and with the inputs of conditionals."""
+
+    def operations(count):
+        variables = [keras.Variable(np.zeros(4, np.float32)) for _ in range(count)]
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(variables)
+        adapter = attach(optimizer, hvdx.Threshold(target_density=0.1), "adapters", comm=virtual_world(1)[0])
+        step = tf.function(lambda *gradients: optimizer.apply(gradients, variables))
+        traced = step.get_concrete_function(*[tf.TensorSpec([4])] * count).graph.as_graph_def()
+        assert isinstance(adapter, PeriodicAdapter)
+        return len(traced.node) + sum(len(function.node_def) for function in traced.library.function)
+
+    tf.config.run_functions_eagerly(False)
+    # With conditionals there were 34, to which TensorFlow added a copy of each of their inputs.
+    assert (operations(12) - operations(2)) / 10 < 30
 
 
 @pytest.mark.parametrize("size", [2, 4])
