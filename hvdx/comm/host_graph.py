@@ -410,7 +410,7 @@ def _change(
 
 
 def _after(mine: Sequence[tf.Tensor], done: Sequence[tf.Tensor], copies: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
-    """Return tensors as they are after Python code has changed their memory.
+    """Return tensors with the values that Python code has written to their memory.
 
     Args:
         mine: the tensors.

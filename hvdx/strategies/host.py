@@ -59,7 +59,8 @@ class StepInput(NamedTuple):
             where: indices of the tensors.
         """
         sample = None if self.sample is None else [self.sample[i] for i in where]
-        return self._replace(tensors=[self.tensors[i] for i in where], sample=sample)
+        into = None if self.into is None else [self.into[i] for i in where]
+        return self._replace(tensors=[self.tensors[i] for i in where], sample=sample, into=into)
 
 
 class Encoded(NamedTuple):

@@ -635,7 +635,7 @@ def test_variables_are_broadcast_in_blocks(monkeypatch):
 def test_nothing_has_the_size_of_the_model(layer, strategy):
     """A variable of 100 MB: its broadcast, sum, mean, comparison and check need much less memory than a copy of it.
 
-    Under `Threshold`, nothing has that size but what it keeps.
+    Under `Threshold`, only the residual and the shared weights have that size.
     """
     shape = (5000,) if layer == "dense" else (8,)
     inputs = keras.Input(shape, dtype="float32" if layer == "dense" else "int32")

@@ -364,10 +364,10 @@ def on_gpu(
     # In the simulator, the variables and the arrays of the "GPU" are in host memory.
     device = device_of(variables[0]) or "CPU:0"
 
-    zeros = functools.partial(_zeros, device=device)
+    allocate = functools.partial(own_zeros, device=device)
 
     def work(bad: tf.Tensor, count: tf.Tensor, update: tf.Tensor, *sample: tf.Tensor) -> npt.ArrayLike:
-        (result,) = step(int(bad), int(count), [update], [s.numpy() for s in sample], zeros)
+        (result,) = step(int(bad), int(count), [update], [s.numpy() for s in sample], allocate)
         return result
 
     with tf.device(device):
@@ -388,16 +388,22 @@ def unsent_on_gpu(exchange: Callable[[], HostExchange], variables: Sequence[Vari
     device = device_of(variables[0]) or "CPU:0"
 
     def work(_: tf.Tensor) -> npt.ArrayLike:
-        (result,) = exchange().unsent(functools.partial(_zeros, device=device))
+        (result,) = exchange().unsent(functools.partial(own_zeros, device=device))
         return cast("npt.ArrayLike", result)
 
     return _split(on_device(work, [tf.constant(0, tf.int64)], tf.float32, device), variables)
 
 
-def _zeros(n: int, device: str) -> tf.Tensor:
-    # A constant could be shared; this memory belongs to nobody else.
+def own_zeros(shape: int | Sequence[int], device: str, dtype: str | tf.DType = tf.float32) -> tf.Tensor:
+    """Return zeros on a device, in memory that belongs to nobody else; that of a constant could be shared.
+
+    Args:
+        shape: shape, or number of elements.
+        device: name of the device, such as "GPU:0".
+        dtype: dtype of an element.
+    """
     with tf.device(device):
-        return tf.raw_ops.Empty(shape=[n], dtype=tf.float32, init=True)
+        return tf.raw_ops.Empty(shape=[shape] if isinstance(shape, int) else list(shape), dtype=dtype, init=True)
 
 
 def _split(flat: tf.Tensor, variables: Sequence[Variable]) -> list[tf.Tensor]:

@@ -18,7 +18,7 @@ from hvdx.comm.host_graph import change, copied_ones, on_host, wait_for
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints, device_of, values_of, with_values
-from hvdx.keras.adapters.host import DELETED, HostAdapter, unsent_on_gpu
+from hvdx.keras.adapters.host import DELETED, HostAdapter, own_zeros, unsent_on_gpu
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.layers import on_assign, raw_variable
 from hvdx.keras.types import Gradient, Variable
@@ -402,7 +402,7 @@ class _Period:
             self._moves = tf.Variable(True, trainable=False)
         self.samples: list[int] = []
         # Shared weights. Those that Python code does not write take no memory before the first exchange.
-        self._base = [_zeros(v, v.shape if on_host else [0]) for v in variables]
+        self._base = [_any_shape(v, v.shape if on_host else [0]) for v in variables]
         self._in_step = False
         # Keras keeps a variable as long as its model, and so what the variable holds.
         method = weakref.WeakMethod(self.note_write)
@@ -659,9 +659,8 @@ def _nothing() -> tf.Tensor:
     return tf.constant(True)
 
 
-def _zeros(variable: Variable, shape: Sequence[int]) -> tf.Variable:
+def _any_shape(variable: Variable, shape: Sequence[int]) -> tf.Variable:
     """Return a variable of zeros on the device of another, for values of any shape."""
-    with tf.device(device_of(variable) or "CPU:0"):
-        # The memory of a constant could be shared.
-        zeros = tf.raw_ops.Empty(shape=list(shape), dtype=variable.dtype, init=True)
-        return tf.Variable(zeros, shape=tf.TensorShape(None), trainable=False)
+    device = device_of(variable) or "CPU:0"
+    with tf.device(device):
+        return tf.Variable(own_zeros(shape, device, variable.dtype), shape=tf.TensorShape(None), trainable=False)
