@@ -7,6 +7,7 @@ sums replace the vectors. The buffers hold a few blocks, whatever the size of th
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,9 +16,11 @@ from hvdx.comm.base import Cast, Channel, Comm, add_in_order
 
 # Elements that are summed at a time: few stay in the level-2 cache; a cast of TensorFlow takes 50 us whatever its size.
 _CHUNK, _CAST_CHUNK = 1 << 16, 1 << 20
-# Bytes of a block within a host, and of one that goes to other hosts, where the first and the last of its messages wait
-# for each other.
-_HOST_BLOCK, _LINK_BLOCK = 1 << 22, 1 << 25
+# Bytes of a block of all ranks of a host, at least of each rank, and of a block that goes to other hosts, where the
+# first and the last of its messages wait for each other. Blocks that stay in the caches of two cores without a cache in
+# common cost more: each store there waits until the other core has given its copy up. For 900 MB of 2 ranks, blocks of
+# 4 MiB took 0.17 or 0.34 s, by where the cores were, and blocks of 16 MiB took 0.22 or 0.18 s.
+_HOST_BLOCKS, _LEAST_BLOCK, _LINK_BLOCK = 1 << 25, 1 << 22, 1 << 25
 # Bytes of a vector that is sent alone: a sum of its own takes a millisecond longer, and two copies of it are saved.
 _APART = 1 << 22
 # Between two meetings of the ranks, a block is written, the one before it added up, the one before that copied back.
@@ -34,9 +37,9 @@ def staging_bytes(size: int, here: int, leaves_host: bool) -> int:
 
     Example:
         >>> staging_bytes(10**9, 2, False)
-        25165824
+        100663296
     """
-    block = min(size, _LINK_BLOCK if leaves_host else _HOST_BLOCK)
+    block = min(size, _LINK_BLOCK if leaves_host else _host_block(here))
     return _SLOTS * here * block if here > 1 else block
 
 
@@ -67,7 +70,7 @@ class DenseSums:
         self._local, self._between = _channels(comm, self.everyone)
         # In one order on all ranks, without repetitions.
         self._open = list(dict.fromkeys(c for c in (self.everyone, self._local, self._between) if c is not None))
-        self._block = _HOST_BLOCK if self._local is self.everyone else _LINK_BLOCK
+        self._block = _host_block(comm.size) if self._local is self.everyone else _LINK_BLOCK
         self._flat = np.empty(0, np.uint8)
         # By rank of the host: `_SLOTS` blocks, of so many bytes each; and the slot of the next block.
         self._shared: list[np.ndarray] = []
@@ -89,7 +92,8 @@ class DenseSums:
         if self._local is not None and needed > self._capacity:
             self._share(needed)
         if self._local is not None:
-            self._add_up_in_memory(self._local, vectors, _blocks(sizes, self._block // itemsize), scale, cast)
+            blocks = _blocks(sizes, self._block // itemsize)
+            self._add_up_in_memory(self._local, [self._staged(vectors, block) for block in blocks], scale, cast)
             return
         for block in _blocks(sizes, self._block // itemsize, _APART // itemsize):
             parts = [vectors[i][low:high] for i, low, high in block]
@@ -120,44 +124,91 @@ class DenseSums:
         if self._comm.any_true(shared is None):
             self._local, self._shared = None, []
 
-    def _add_up_in_memory(
-        self,
-        local: Channel,
-        vectors: Sequence[np.ndarray],
-        blocks: "Sequence[Block]",
-        scale: float,
-        cast: Cast,
-    ) -> None:
-        slots = [self._slots(vectors, block, self._turn + k) for k, block in enumerate(blocks)]
-        self._turn += len(blocks)
+    def _add_up_in_memory(self, local: Channel, blocks: "Sequence[_Staged]", scale: float, cast: Cast) -> None:
         # Between two meetings no rank reads what another one writes: there the blocks have three different slots. After
         # the last meeting the ranks only read; the slot is written again after two more, by this sum or the next.
         for stage in range(len(blocks) + 2):
             if stage < len(blocks):
-                np.concatenate([vectors[i][low:high] for i, low, high in blocks[stage]], out=slots[stage][local.rank])
+                blocks[stage].write()
             if 1 <= stage <= len(blocks):
-                self._add_piece(local, slots[stage - 1], scale, cast)
+                blocks[stage - 1].add_up(scale, cast, self._between)
             if stage >= 2:
-                _divide(slots[stage - 2][0], [vectors[i][low:high] for i, low, high in blocks[stage - 2]])
+                blocks[stage - 2].read()
             if stage <= len(blocks):
                 local.exchange([])
 
-    def _slots(self, vectors: Sequence[np.ndarray], block: "Block", turn: int) -> list[np.ndarray]:
-        """Return the memory of a block, by rank of the host."""
-        dtype, begin = vectors[0].dtype, turn % _SLOTS * self._capacity
-        end = begin + sum(high - low for _, low, high in block) * dtype.itemsize
-        return [array[begin:end].view(dtype) for array in self._shared]
+    def _staged(self, vectors: Sequence[np.ndarray], block: "Block") -> "_Staged":
+        """Return a block in the next slot."""
+        assert self._local is not None
+        dtype, begin = vectors[0].dtype, self._turn % _SLOTS * self._capacity
+        self._turn += 1
+        size = sum(high - low for _, low, high in block)
+        slots = [array[begin : begin + size * dtype.itemsize].view(dtype) for array in self._shared]
+        return _Staged(vectors, block, slots, self._local.rank)
 
-    def _add_piece(self, local: Channel, addends: Sequence[np.ndarray], scale: float, cast: Cast) -> None:
-        """Add up this rank's piece of a block, where the first rank's addend was."""
-        size, total = addends[0].size, addends[0]
-        begin, end = (position * size // local.size for position in (local.rank, local.rank + 1))
+
+class _Staged:
+    """A block of vectors of this rank, and the memory for the same block of each rank of the host.
+
+    Of a rank's own piece, the others read nothing but the sum: unless it has many small parts, its addend stays where
+    it is.
+
+    Args:
+        vectors: vectors of one dtype.
+        block: which of their elements.
+        slots: memory of each rank, of the block's size; the first takes the sum.
+        rank: number of this rank on its host.
+
+    Example:
+        >>> vectors, slots = [np.ones(4)], [np.zeros(4), np.full(4, 2.0)]
+        >>> block = _Staged(vectors, [(0, 0, 4)], slots, 0)
+        >>> block.write()
+        >>> slots[0]
+        array([0., 0., 1., 1.])
+        >>> block.add_up(1.0, np.ndarray.astype, None)
+        >>> vectors, slots[0]
+        ([array([3., 3., 1., 1.])], array([3., 3., 1., 1.]))
+    """
+
+    def __init__(self, vectors: Sequence[np.ndarray], block: "Block", slots: Sequence[np.ndarray], rank: int):
+        self._slots, self._rank, size = slots, rank, slots[0].size
+        self._begin, self._end = (position * size // len(slots) for position in (rank, rank + 1))
+        borders = (0, self._begin, self._end, size)
+        self._before, self._own, self._after = (
+            [vectors[i][low:high] for i, low, high in _within(block, *pair)] for pair in itertools.pairwise(borders)
+        )
+        self._stays = self._end - self._begin >= len(self._own) * _CHUNK
+
+    def write(self) -> None:
+        """Copy what the other ranks add up to memory that they can read."""
+        mine = self._slots[self._rank]
+        _join(self._before, mine[: self._begin])
+        _join(self._after, mine[self._end :])
+        if not self._stays:
+            _join(self._own, mine[self._begin : self._end])
+
+    def add_up(self, scale: float, cast: Cast, between: Channel | None) -> None:
+        """Add up this rank's piece, over the hosts too if there is a channel between them."""
+        total = self._slots[0]
         chunk = _CHUNK if total.itemsize >= 4 else _CAST_CHUNK
-        for low in range(begin, end, chunk):
-            part = slice(low, min(low + chunk, end))
-            add_in_order([addend[part] for addend in addends], total[part], scale, cast)
-        if self._between is not None:
-            self._between.sum_in_order(total[begin:end], 1.0, cast)
+        begin = self._begin
+        for part in self._own if self._stays else [total[self._begin : self._end]]:
+            for low in range(0, part.size, chunk):
+                size = min(chunk, part.size - low)
+                addends = [slot[begin : begin + size] for slot in self._slots]
+                if self._stays:
+                    addends[self._rank] = part[low : low + size]
+                add_in_order(addends, total[begin : begin + size], scale, cast)
+                begin += size
+        if between is not None:
+            between.sum_in_order(total[self._begin : self._end], 1.0, cast)
+        # Here, since it is in the cache now.
+        _divide(total[self._begin : self._end], self._own)
+
+    def read(self) -> None:
+        """Copy the sums of the other ranks into the vectors."""
+        _divide(self._slots[0][: self._begin], self._before)
+        _divide(self._slots[0][self._end :], self._after)
 
 
 #: Elements of a block: number of a vector, and the first and the last element there, plus one.
@@ -192,6 +243,33 @@ def _blocks(sizes: tuple[int, ...], limit: int, apart: int = 0) -> list[Block]:
             low = high
         room = 0 if alone else room
     return blocks
+
+
+def _within(block: Block, begin: int, end: int) -> Block:
+    """Return the parts of a block from one of its elements up to another.
+
+    Example:
+        >>> _within([(0, 5, 9), (1, 0, 3)], 1, 6)
+        [(0, 6, 9), (1, 0, 2)]
+    """
+    found, offset = [], 0
+    for index, low, high in block:
+        first, last = max(low, low + begin - offset), min(high, low + end - offset)
+        if first < last:
+            found.append((index, first, last))
+        offset += high - low
+    return found
+
+
+def _host_block(here: int) -> int:
+    """Return the bytes of a block within a host of so many ranks."""
+    return max(_LEAST_BLOCK, _HOST_BLOCKS // here)
+
+
+def _join(parts: Sequence[np.ndarray], flat: np.ndarray) -> None:
+    """Copy the parts one behind the other."""
+    if parts:
+        np.concatenate(parts, out=flat)
 
 
 def _divide(flat: np.ndarray, parts: Sequence[np.ndarray]) -> None:

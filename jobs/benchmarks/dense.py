@@ -2,6 +2,7 @@
 
     python jobs/benchmarks/dense.py                                  two and four hosts at 100mbit, five minutes
     python jobs/benchmarks/dense.py --hosts 1 --per-host 2,4         one host, without a network
+    python jobs/benchmarks/dense.py --hosts 1 --per-host 2 --hidden 1024,14976 --ways copy,sum
     python jobs/benchmarks/dense.py --hosts 2,4 --bandwidth 100mbit,1gbit --wires none,bf16 --json dense.json
 
 Workers on the hosts of `hvdx lab` train a dense network of 1.86 million parameters (--hidden 1024; 4096 makes 20
@@ -10,6 +11,8 @@ its own:
 
     limit    2 (N-1)/N of the gradients' bytes at the rate of a link, N hosts; headers of packets come on top
     MPI      MPI's own Allreduce of a float32 vector of this size, without training
+    copy, sum        a copy of the gradients by each worker at the same time, and the sum of them that hvdx makes,
+             without training
     alone    the training without communication
     mpi, horovod     the training under `AllReduce` with this engine
     DDP      a training of the same network in PyTorch, by DistributedDataParallel over gloo, in float32
@@ -30,7 +33,7 @@ from typing import Any
 
 from hvdx.jobs.benchmarks import harness
 
-_WAYS = ("MPI", "alone", "mpi", "horovod", "DDP alone", "DDP")
+_WAYS = ("copy", "sum", "MPI", "alone", "mpi", "horovod", "DDP alone", "DDP")
 # Packages without which a way has no figure.
 _NEEDS = {"horovod": "horovod", "DDP": "torch", "DDP alone": "torch"}
 _BATCH, _INPUTS, _CLASSES = 64, harness.INPUTS, harness.CLASSES
@@ -112,8 +115,35 @@ def work(setting: argparse.Namespace) -> harness.Row:
         from hvdx.comm import mpi
 
         return {"milliseconds": 1e3 * mpi.all_reduce_seconds(harness.parameters(setting.hidden), times=5)}
+    if setting.way in ("copy", "sum"):
+        return {"milliseconds": 1e3 * median(without_training(setting)[_SETTLING:])}
     seconds = in_pytorch(setting) if setting.way.startswith("DDP") else in_keras(setting)
     return {"milliseconds": 1e3 * median(seconds[_SETTLING:])}
+
+
+def without_training(setting: argparse.Namespace) -> list[float]:
+    """Return the seconds of each copy of the gradients, or of each sum of them."""
+    import numpy as np
+
+    from hvdx.comm import world
+    from hvdx.comm.dense import DenseSums
+
+    hidden, comm = setting.hidden, world.start()
+    sums, seconds = DenseSums(comm), []
+    # Not zeros, which have no memory before they are written.
+    vectors = [np.ones(size, np.float32) for size in (_INPUTS * hidden, hidden**2, _CLASSES * hidden)]
+    copies = [np.ones_like(vector) for vector in vectors] if setting.way == "copy" else []
+    for _ in range(setting.steps + _SETTLING):
+        comm.any_true(False)
+        begin = time.perf_counter()
+        if copies:
+            for copy, vector in zip(copies, vectors, strict=True):
+                copy[:] = vector
+        else:
+            sums.add_up(vectors, 1 / comm.size, np.ndarray.astype)
+        seconds.append(time.perf_counter() - begin)
+    sums.close()
+    return seconds
 
 
 def in_keras(setting: argparse.Namespace) -> list[float]:

@@ -102,10 +102,11 @@ def test_sums_replace_the_vectors_and_are_not_those_of_the_next_sum():
 
 @pytest.mark.parametrize("hosts", ["aaa", "ab", "aabb"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_sums_in_many_blocks_need_memory_for_a_few(monkeypatch, hosts, dtype):
-    """Blocks that begin and end within vectors, and use each slot several times."""
-    monkeypatch.setattr(dense, "_HOST_BLOCK", 1000)
-    monkeypatch.setattr(dense, "_LINK_BLOCK", 1000)
+@pytest.mark.parametrize("chunk", [7, 1 << 16])
+def test_sums_in_many_blocks_need_memory_for_a_few(monkeypatch, hosts, dtype, chunk):
+    """Blocks that begin and end within vectors, use each slot several times, and whose own pieces stay, or do not."""
+    for name, value in {"_HOST_BLOCKS": 1000, "_LEAST_BLOCK": 1000, "_LINK_BLOCK": 1000, "_CHUNK": chunk}.items():
+        monkeypatch.setattr(dense, name, value)
 
     def run(comm):
         sums, mine = DenseSums(comm), vector(comm.rank, 5003, dtype)
