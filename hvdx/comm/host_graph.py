@@ -433,14 +433,17 @@ def owned(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
     now = _sequence().read_value()
     none, step = tf.range(now, now), tf.constant([1], now.dtype)
+    values = {dtype: tf.cast(none, dtype) for dtype in {t.dtype for t in tensors}}
     mine = []
     for i, tensor in enumerate(tensors):
         if tensor.shape.rank == 0:
             mine.append(tensor)
             continue
-        place, value = tf.constant([i], now.dtype), tf.cast(none, tensor.dtype)
+        place = tf.constant([i], now.dtype)
         mine.append(
-            tf.raw_ops.TensorStridedSliceUpdate(input=tensor, begin=place, end=place, strides=step, value=value)
+            tf.raw_ops.TensorStridedSliceUpdate(
+                input=tensor, begin=place, end=place, strides=step, value=values[tensor.dtype]
+            )
         )
     return mine
 

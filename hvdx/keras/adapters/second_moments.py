@@ -62,8 +62,9 @@ def sample(
     decay = optimizer.rho if isinstance(optimizer, keras.optimizers.RMSprop) else optimizer.beta_2
     where = step if moves else tf.zeros_like(step)
     correction = 1.0 - decay ** (tf.cast(step, tf.float32) + 1.0)
+    none = tf.zeros(0)
     return [
-        _elements(g, velocity_of(optimizer, v), where, count) * tf.sqrt(correction) if count else tf.zeros(0)
+        _elements(g, velocity_of(optimizer, v), where, count) * tf.sqrt(correction) if count else none
         for g, v, count in zip(gradients, variables, sizes, strict=True)
     ]
 

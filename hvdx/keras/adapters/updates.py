@@ -72,6 +72,16 @@ def reads_weights(optimizer: keras.optimizers.Optimizer) -> bool:
     return bool(optimizer.weight_decay) or owner_of_update_step(optimizer) not in _WITHOUT_WEIGHTS
 
 
+def writes_rows(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether the updates of an optimiser are rows where the gradients are.
+
+    Example:
+        >>> writes_rows(keras.optimizers.SGD()), writes_rows(keras.optimizers.SGD(momentum=0.9))
+        (True, False)
+    """
+    return owner_of_update_step(optimizer) is keras.optimizers.SGD and not optimizer.momentum
+
+
 def updates_of(
     optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
 ) -> list[Gradient]:

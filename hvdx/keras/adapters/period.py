@@ -1,0 +1,295 @@
+"""Periods of the weights between two exchanges: their steps, and the shared weights, on the host."""
+
+import itertools
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import EllipsisType
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from hvdx.comm.alignment import aligned
+from hvdx.comm.host_graph import on_host
+from hvdx.errors import HvdxError
+from hvdx.keras.adapters.host import DELETED
+from hvdx.keras.seams.layers import on_assign, raw_variable
+from hvdx.keras.types import Variable
+from hvdx.keras.variables import view_of
+from hvdx.strategies import HostExchange, StepInput
+
+# Elements that are computed at a time; they stay in the caches.
+_TILE = 1 << 16
+#: Number of exchanges from which the weights are not the shared ones.
+APART = 2
+
+
+class Period(ABC):
+    """Steps since the last exchange of some variables, and the shared weights.
+
+    After an exchange the weights are the shared ones plus a share of the residual. This would overwrite weights that
+    the script writes itself, as clipping in `train_step` and constraints do. Such a script trains on the shared
+    weights. Its writes are found when they are traced, or when weights change between the first exchange after a flush
+    and the next.
+
+    Args:
+        variables: the variables.
+
+    Attributes:
+        variables: see above.
+        samples: number of elements of each array of a sample of gradients, see `StepInput`.
+    """
+
+    def __init__(self, variables: Sequence[Variable]):
+        self.variables = list(variables)
+        self.samples: list[int] = []
+        self._in_step = False
+        # Keras keeps a variable as long as its model, and so what the variable holds.
+        method = weakref.WeakMethod(self.note_write)
+
+        def note() -> None:
+            noted = method()
+            if noted is not None:
+                noted()
+
+        for variable in variables:
+            on_assign(variable, note)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Enclose a step of the optimiser, whose assignments are its own."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def note_write(self) -> None:
+        """Note that the script is about to write one of the weights."""
+        if self._in_step:
+            return
+        if tf.executing_eagerly():
+            self.settle()
+        else:
+            with tf.init_scope():
+                self.stay()
+
+    @property
+    def is_apart(self) -> bool:
+        """True if the weights of this rank are not the shared ones."""
+        return bool(self.taken) or self.goes_ahead
+
+    @property
+    @abstractmethod
+    def taken(self) -> int:
+        """Number of steps since the last exchange. Not in a graph."""
+
+    @property
+    @abstractmethod
+    def goes_ahead(self) -> bool:
+        """True if the weights are the shared ones plus a share of the residual. Not in a graph."""
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Begin a step whose gradients have been computed: return to the shared weights."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Return to the shared weights, after an exchange. Not in a graph."""
+
+    @abstractmethod
+    def stay(self) -> None:
+        """Keep to the shared weights from here on. Not in a graph."""
+
+    @abstractmethod
+    def renew(self, length: int | None = None) -> None:
+        """Prepare for new weights, and set the length of the period unless it is None. Not in a graph."""
+
+
+class HostPeriod(Period):
+    """Period on the host. Python code counts its steps, and holds the shared weights.
+
+    Args:
+        variables: the variables.
+
+    Attributes:
+        length: number of steps of the period.
+        steps: number of steps taken.
+        first_bad: index of the first variable whose gradient was not finite; -1 if all were.
+        exchanges: number of exchanges since the last flush, at most `APART`; the weights are the shared ones before
+            `APART` of them.
+        moves: False if the script writes weights itself.
+        shared: shared weights after an exchange, arrays of the shapes and dtypes of the variables.
+    """
+
+    def __init__(self, variables: Sequence[Variable]):
+        super().__init__(variables)
+        self.length, self.steps, self.first_bad, self.exchanges, self.moves = 1, 0, -1, 0, True
+        # Whether `enter` has run since the last step.
+        self._entered = False
+        # TensorFlow takes them without a copy. They have no pages before the first exchange.
+        self.shared = [
+            aligned(math.prod(v.shape), tf.as_dtype(v.dtype).as_numpy_dtype).reshape(v.shape) for v in variables
+        ]
+
+    @property
+    def taken(self) -> int:
+        return self.steps
+
+    @property
+    def goes_ahead(self) -> bool:
+        return self.exchanges == APART
+
+    def settle(self) -> None:
+        if self.goes_ahead:
+            self._write(base.copy() for base in self.shared)
+            self.exchanges = 0
+
+    def stay(self) -> None:
+        self.settle()
+        self.moves = False
+
+    def renew(self, length: int | None = None) -> None:
+        self.length, self.steps, self.first_bad, self.exchanges = length or self.length, 0, -1, 0
+
+    def resume(self, exchange: HostExchange) -> None:
+        """Undo `settle`, if the script does not write weights. Not in a graph.
+
+        Args:
+            exchange: exchange of the variables.
+        """
+        self._keep([view_of(raw_variable(v)) for v in self.variables])
+        if self.moves:
+            self.exchanges = APART
+            unsent, share = self._unsent(exchange)
+            pairs = itertools.zip_longest(self.shared, unsent)
+            self._write(_set_ahead(base, rest, share, np.empty_like(base)) for base, rest in pairs)
+
+    def enter(self) -> None:
+        # TensorFlow keeps the function until the process ends.
+        period = weakref.ref(self)
+
+        def work(*weights: np.ndarray) -> Sequence[npt.ArrayLike]:
+            there = period()
+            if there is None:
+                raise HvdxError(DELETED)
+            there._check(weights)
+            there._entered = True
+            return there.shared if there.exchanges else weights
+
+        with tf.device("CPU:0"):
+            weights = [tf.convert_to_tensor(v) for v in self.variables]
+            found = on_host(work, weights, [w.dtype for w in weights], copy_results=False)
+        for variable, value in zip(self.variables, found, strict=True):
+            value.set_shape(variable.shape)
+            raw_variable(variable).assign(value, read_value=False)
+
+    def advance(
+        self,
+        updates: Sequence[np.ndarray],
+        weights: Sequence[np.ndarray],
+        bad: int,
+        sample: list[np.ndarray],
+        exchange: Callable[[int, StepInput], tuple[HostExchange, Sequence[npt.ArrayLike]]],
+        ends: bool = False,
+    ) -> None:
+        """Take a step, and exchange at the end of the period. Collective then.
+
+        Args:
+            updates: updates of the optimiser, which are replaced by the weights after the step; arrays of the shapes
+                and dtypes of the variables.
+            weights: the weights before the step.
+            bad: index of the first variable whose gradient is not finite; -1 for none.
+            sample: see `StepInput`; empty for none.
+            exchange: function of the index of the first bad gradient of the period and of the input of the exchange.
+            ends: no step is taken, the period ends, and `updates` holds the weights.
+        """
+        if not (ends or self.steps):
+            if not self._entered:
+                self._check(weights)
+            # Since `enter`, Keras may have decayed the weights.
+            if self._entered or not self.exchanges:
+                self._keep(weights)
+        self._entered = False
+        only, steps = not (ends or self.steps) and self.length == 1, self.steps
+        first_bad = bad if self.first_bad < 0 else self.first_bad
+        if not (ends or only):
+            for update, own in zip(updates, weights, strict=True):
+                np.add(own, update, out=update)
+            steps += 1
+            if steps < self.length:
+                self.steps, self.first_bad, self.exchanges = steps, first_bad, 0
+                return
+        if not only:
+            self.exchanges = 0
+            for update, base in zip(updates, self.shared, strict=True):
+                np.subtract(update, base, out=update)
+        changes = [u.astype(np.float32, copy=False) for u in updates]
+        taken = StepInput(changes, sample=sample or None, steps=max(steps, 1), into=self.shared)
+        opened, _ = exchange(first_bad, taken)
+        unsent, share = self._unsent(opened)
+        for base, rest, update in itertools.zip_longest(self.shared, unsent, updates):
+            _set_ahead(base, rest, share, update)
+        # Writing of the weights is cost: without an exchange, the optimiser would have written them.
+        if steps > 1:
+            opened.applied()
+        exchanges = min(self.exchanges + 1, APART) if self.moves else 0
+        self.length, self.steps, self.first_bad, self.exchanges = opened.period, 0, -1, exchanges
+
+    def _check(self, weights: Sequence[np.ndarray]) -> None:
+        """Find out whether the script has written weights since the first exchange after a flush."""
+        if self.exchanges == 1 and not are_equal(weights, self.shared):
+            self.moves, self.exchanges = False, 0
+
+    def _keep(self, weights: Sequence[np.ndarray]) -> None:
+        for base, own in zip(self.shared, weights, strict=True):
+            # After `enter`, the variables have the memory of the shared weights until somebody writes to them.
+            if base.ctypes.data != own.ctypes.data:
+                base[...] = own
+
+    def _unsent(self, exchange: HostExchange) -> tuple[list[np.ndarray], np.float32]:
+        """Return the residual, or nothing, and the share of it by which weights go ahead of the shared ones."""
+        # A period of several steps begins from the shared weights, from which its changes are measured.
+        ahead = self.moves and self.exchanges and exchange.period == 1
+        share = np.float32(exchange.unsent_share if ahead else 0.0)
+        return [np.asarray(rest) for rest in exchange.unsent()] if share else [], share
+
+    def _write(self, arrays: Iterable[np.ndarray]) -> None:
+        """Set the variables to arrays that nobody changes."""
+        for variable, array in zip(self.variables, arrays, strict=True):
+            raw_variable(variable).assign(array, read_value=False)
+
+
+def are_equal(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    """Return whether arrays have the same elements."""
+    pairs = zip(some, others, strict=True)
+    return all(np.array_equal(a[part], b[part]) for a, b in pairs for part in _parts(a))
+
+
+def _set_ahead(shared: np.ndarray, unsent: np.ndarray | None, share: np.float32, out: np.ndarray) -> np.ndarray:
+    """Set an array to shared weights plus a share of the residual; without `unsent`, to the former. Return it.
+
+    Args:
+        shared: shared weights of a variable.
+        unsent: its residual, see `HostExchange.unsent`.
+        share: factor of the residual.
+        out: array of the shape and dtype of `shared`.
+    """
+    if unsent is None:
+        out[...] = shared
+        return out
+    for part in _parts(shared):
+        ahead = np.multiply(unsent[part], share, out=out[part] if out.dtype == unsent.dtype else None)
+        np.add(shared[part], ahead.astype(shared.dtype, copy=False), out=out[part])
+    return out
+
+
+def _parts(array: np.ndarray) -> list[slice] | list[EllipsisType]:
+    """Return indices of rows of an array that stay in the caches; of a small one the index of all."""
+    if array.size <= _TILE:
+        return [...]
+    rows = max(1, len(array) * _TILE // array.size)
+    return [slice(at, at + rows) for at in range(0, len(array), rows)]
