@@ -23,7 +23,8 @@ DOCS = ROOT / "docs"
 # The hyphen of a range is no sign. A unit of bytes multiplies.
 NUMBER = re.compile(r"(?P<one>\b1/)?(?<![\d.\w])(?P<n>[+-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)(?: (?P<unit>[kMG])B\b)?")
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, None: 1.0}
-LINKS = {"10mbit": "10 Mbit/s", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "none": "none", "alone": "alone"}
+LINKS = {"10mbit": "10 Mbit/s", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+LINKS |= {"none": "none", "alone": "alone"}
 # Cells that say that there is no figure.
 NOTHING = {"", "-", "not reached"}
 
@@ -440,6 +441,10 @@ per_host | - | alone | mpi | horovod | DDP | relative
 benchmarks/README.md dense.json dense
 hosts x workers | link | limit | MPI | alone | hvdx over MPI | over Horovod | DDP alone | DDP (gloo)
 - | bandwidth | limit | MPI | alone | mpi | horovod | DDP alone | DDP
+
+benchmarks/README.md dense-sizes.json rows
+hosts x workers | gradients | link | limit | alone | hvdx over MPI | DDP alone | DDP (gloo)
+- | - | bandwidth | limit | alone | mpi | DDP alone | DDP
 
 benchmarks/README.md dense.json dense
 hosts | link | limit | hvdx over MPI, bf16

@@ -1,6 +1,5 @@
 """A simulated training: every rank trains its replica under one strategy, by its virtual clock."""
 
-import copy
 import math
 import threading
 import time
@@ -157,8 +156,7 @@ def simulate(strategy: Strategy, setting: Setting, workload: Workload) -> Outcom
         >>> outcome.sent, round(1e3 * outcome.parts["computing"])
         (4000.0, 10)
     """
-    check(strategy)
-    strategy = _single_threaded(strategy)
+    strategy = check(strategy)
     tensors = tuple(s.elements for s in workload.specs)
     situation = replace(setting.situation.with_engine(strategy.engine), tensors=tensors)
     slow = np.ones(situation.workers)
@@ -170,11 +168,12 @@ def simulate(strategy: Strategy, setting: Setting, workload: Workload) -> Outcom
     return _outcome(plan, on_all(ranks, lambda comm: _train(comm, plan)))
 
 
-def check(strategy: Strategy) -> None:
-    """Refuse a strategy that cannot be simulated.
+def check(strategy: Strategy) -> Strategy:
+    """Return a strategy as it is simulated: on one thread, whose time is measured.
 
     Raises:
-        ConfigError: if its ranks have no common step, it has servers, or another strategy replaces it.
+        ConfigError: if its ranks have no common step, it has servers, another strategy replaces it, or it was told to
+            use several threads.
     """
     why = ""
     if strategy.asynchronous or strategy.dedicated:
@@ -185,22 +184,7 @@ def check(strategy: Strategy) -> None:
         raise ConfigError(
             f"simulate: {strategy.name} cannot be simulated: {why}. Leave it out; `hvdx compare` measures it."
         )
-    threads = getattr(strategy, "threads", None)
-    if threads not in (None, 1):
-        raise ConfigError(
-            f"simulate: {strategy.name}: threads: expected 1, got {threads}: the work of one thread is timed. Leave it "
-            "out, and give --core-speed for faster workers."
-        )
-
-
-def _single_threaded(strategy: Strategy) -> Strategy:
-    """Return the strategy with one thread for its codec, whose time is measured."""
-    if not hasattr(strategy, "threads"):
-        return strategy
-    other: Any = copy.copy(strategy)
-    other.threads = 1
-    single: Strategy = other
-    return single
+    return strategy.on_one_thread("a simulation, which times the work of one; --core-speed gives faster workers")
 
 
 class _Plan:

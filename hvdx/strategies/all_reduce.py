@@ -95,6 +95,14 @@ class AllReduce(Strategy):
             of_step=True,
         )
 
+    def problem_with_split(self) -> str:
+        if isinstance(self.groups, int):
+            return ""
+        return (
+            "groups: expected a number for a model with split layers, whose gradients are exchanged in two sets, got "
+            "lists of gradients. Give groups=1."
+        )
+
     def predict(self, situation: Situation) -> Prediction:
         situation = situation.with_engine(self.engine)
         itemsize = 2 if self.compression != "none" and situation.narrows else 4

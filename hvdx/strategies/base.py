@@ -154,6 +154,21 @@ class Strategy(abc.ABC):
         """
         return self
 
+    def on_one_thread(self, why: str) -> "Strategy":
+        """Return this strategy with one thread for its work on the host.
+
+        Args:
+            why: what needs it, for the error.
+
+        Raises:
+            ConfigError: if the strategy was told to use another number.
+        """
+        return self
+
+    def problem_with_split(self) -> str:
+        """Return why the options do not fit a model with split layers, and the remedy; "" if they do."""
+        return ""
+
     def with_overhead(self, share: float) -> "Strategy":
         """Return this strategy with a share of its overhead, because an optimiser has several exchanges.
 

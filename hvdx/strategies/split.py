@@ -86,17 +86,13 @@ def open_split(
             subsets.append(Subset(alone, parts, True))
     if in_graph:
         # The sum over all ranks of the parts' gradients, each of which is the mean over a group.
-        return SplitGraphExchange(specs, subsets, comm.size / peers.size if _adds_up(strategy) else 1.0)
+        return SplitGraphExchange(specs, subsets, 1.0 if strategy.weighs else comm.size / peers.size)
     return (strategy.split_exchange or SplitHostExchange)(comm, specs, subsets)
-
-
-def _adds_up(strategy: Strategy) -> bool:
-    return getattr(strategy, "op", "mean") == "sum"
 
 
 def _refuse_options(strategy: Strategy) -> None:
     """Raise ConfigError if the strategy or one of its options does not support split layers."""
-    problem = ""
+    problem = strategy.problem_with_split()
     if strategy.provisional:
         problem = (
             "it measures whole gradients, and this model has split layers. Choose one: AllReduce, Threshold, "
@@ -106,16 +102,6 @@ def _refuse_options(strategy: Strategy) -> None:
         problem = (
             "it is asynchronous, and the ranks of a group take the steps of split layers together. Choose another "
             "strategy, or give this one a split_exchange."
-        )
-    elif strategy.runs == "host" and getattr(strategy, "device", "cpu") == "cuda":
-        problem = (
-            "device: expected 'auto' or 'cpu' for a model with split layers, whose updates are combined on the host, "
-            "got 'cuda'."
-        )
-    elif not isinstance(getattr(strategy, "groups", 1), int):
-        problem = (
-            "groups: expected a number for a model with split layers, whose gradients are exchanged in two sets, got "
-            "lists of gradients. Give groups=1."
         )
     if problem:
         raise ConfigError.on_all_ranks(f"{strategy!r}: {problem}")

@@ -3,11 +3,14 @@
     python jobs/benchmarks/memory.py
     python jobs/benchmarks/memory.py --network table
     python jobs/benchmarks/memory.py --network samples --strategies "one process" AllReduce
+    python jobs/benchmarks/memory.py --network encoder --hosts 2 --bandwidth 1gbit --pause 300 --steps 20
 
 One process trains a network in plain Keras, and two workers train it under each strategy, each in new processes. The
 network has one dense layer of nearly all weights ("wide"), many dense layers of 4,096 units ("layers"), or a table of
-which a batch reads some rows ("table"), or it is small, and the samples are large ("samples"). Two networks have many
-variables, and a size of their own: Keras' ResNet50V2 ("resnet", 174) and dense layers of 16 units ("narrow", 402).
+which a batch reads some rows ("table"), or it is small, and the samples are large ("samples"). Three networks have many
+variables, and a size of their own: Keras' ResNet50V2 ("resnet", 174, 94 MB), an encoder of the size of BERT-base
+("encoder", 198, 435 MB) and dense layers of 16 units ("narrow", 402). With several --hosts, there is one worker on each
+of so many emulated hosts, and with --pause the gradients of a step take so long at least, as on an accelerator.
 Memory is the peak resident size of a rank, the largest of the ranks, in each phase: from its start to the end of the
 first step, in later steps, and at the end of an epoch.
 """
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdx.jobs.benchmarks import harness
+from hvdx.jobs.benchmarks.scaling import paced
 
 #: Compared strategies by name, and the optimiser; "" is one process of plain Keras.
 STRATEGIES = {
@@ -34,7 +38,9 @@ STRATEGIES = {
     "Threshold, Adam": ("threshold", "adam"),
 }
 PHASES = ("start", "steps", "end of an epoch")
-_STEPS, _EPOCHS, _BATCH, _UNITS, _WIDTH, _IMAGE = 6, 2, 16, 4096, 64, (64, 64, 3)
+_EPOCHS, _BATCH, _UNITS, _WIDTH, _IMAGE = 2, 16, 4096, 64, (64, 64, 3)
+# BERT-base: vocabulary, width, blocks, heads; and tokens of a sample, few, since cores compute.
+_VOCABULARY, _HIDDEN, _BLOCKS, _HEADS, _TOKENS = 30_522, 768, 12, 12, 4
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,10 +49,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=int, default=990, metavar="N", help="MB of weights or samples")
     parser.add_argument(
         "--network",
-        choices=("wide", "layers", "table", "samples", "resnet", "narrow"),
+        choices=("wide", "layers", "table", "samples", "resnet", "encoder", "narrow"),
         default="wide",
         help="network that is trained",
     )
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="number of emulated hosts; 1: no emulation")
+    parser.add_argument("--bandwidth", default="1gbit", metavar="RATE", help="bandwidth of their links")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="MS", help="time that gradients take at least")
+    parser.add_argument("--steps", type=int, default=6, metavar="N", help="number of steps in each of two epochs")
     parser.add_argument(
         "--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), metavar="NAME", help="some of them"
     )
@@ -56,12 +66,17 @@ def main(argv: list[str] | None = None) -> int:
 def compare(options: argparse.Namespace) -> int:
     """Measure every strategy, and print the table."""
     alone: dict[str, harness.Row] = {}
+    shared = {"megabytes": options.megabytes, "network": options.network}
+    links = {"hosts": options.hosts, "bandwidth": options.bandwidth, "pause": options.pause}
+    links = links if options.hosts > 1 else {}
 
     def measure(case: harness.Row) -> harness.Row:
         spelling, optimizer = STRATEGIES[case["strategy"]]
         setting = {"spelling": spelling, "optimizer": optimizer}
-        setting |= {"megabytes": options.megabytes, "network": options.network}
-        ranks = harness.launch(__file__, setting, ranks=2 if spelling else 1).ranks
+        setting |= {"pause": options.pause, "steps": options.steps} | shared
+        apart = spelling and options.hosts > 1
+        where = (options.hosts, options.bandwidth) if apart else (2 if spelling else 1,)
+        ranks = harness.launch(__file__, setting, *where).ranks
         figures = ranks[0] | {"GB": [max(peaks) for peaks in zip(*(rank["GB"] for rank in ranks), strict=True)]}
         beside = alone.setdefault(optimizer, figures)
         return figures | {"more_GB": max(figures["GB"]) - max(beside["GB"])}
@@ -72,10 +87,10 @@ def compare(options: argparse.Namespace) -> int:
         harness.figure("more than alone, GB", "more_GB", ".2f"),
         harness.figure("first step, s", "first_s", ".1f"),
         harness.figure("later steps, s", "step_s", ".3f"),
+        harness.figure("MB sent a step", "step_MB", ".3g"),
     ]
     cases = [{"strategy": name} for name in options.strategies]
-    shared = {"megabytes": options.megabytes, "network": options.network}
-    harness.run_cases(options.json, cases, measure, columns, shared)
+    harness.run_cases(options.json, cases, measure, columns, shared | links)
     return 0
 
 
@@ -91,6 +106,9 @@ def train(setting: argparse.Namespace) -> harness.Row:
 
     model, inputs = _network(setting)
     model.compile(setting.optimizer, "mse")
+    begun = time.perf_counter()
+    if setting.pause:
+        model = paced(model, lambda: time.sleep(max(0.0, begun + setting.pause / 1e3 - time.perf_counter())))
     count = round(setting.megabytes * 1e6 / 4 / _UNITS) if setting.network == "samples" else _BATCH
     values = np.random.default_rng(0).random((count, *inputs.shape), np.float32)
     values = (values * 1000).astype(np.int32) if inputs.dtype == "int32" else values
@@ -109,6 +127,10 @@ def train(setting: argparse.Namespace) -> harness.Row:
         Path("/proc/self/clear_refs").write_text("5")
 
     class Watch(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            nonlocal begun
+            begun = time.perf_counter()
+
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             record(0 if not ends else 1)
             ends.append(time.perf_counter())
@@ -117,10 +139,11 @@ def train(setting: argparse.Namespace) -> harness.Row:
             record(2)
 
     callbacks = [hvdx.keras.Distribute(setting.spelling)] if setting.spelling else []
-    model.fit(**passed, steps_per_epoch=_STEPS, epochs=_EPOCHS, verbose=0, callbacks=[*callbacks, Watch()])
+    model.fit(**passed, steps_per_epoch=setting.steps, epochs=_EPOCHS, verbose=0, callbacks=[*callbacks, Watch()])
     record(2)
-    steps = [b - a for i, (a, b) in enumerate(itertools.pairwise(ends), 1) if i % _STEPS]
-    return {"GB": peaks, "first_s": ends[0] - begin, "step_s": statistics.median(steps)}
+    steps = [b - a for i, (a, b) in enumerate(itertools.pairwise(ends), 1) if i % setting.steps]
+    figures = {"GB": peaks, "first_s": ends[0] - begin, "step_s": statistics.median(steps)}
+    return figures | {"step_MB": callbacks[0].counters.bytes_sent / len(ends) / 1e6 if callbacks else 0.0}
 
 
 def _network(setting: argparse.Namespace) -> Any:
@@ -132,6 +155,8 @@ def _network(setting: argparse.Namespace) -> Any:
         build = keras.applications.ResNet50V2
         model = build(weights=None, input_shape=_IMAGE, classes=1, classifier_activation="sigmoid")
         return model, argparse.Namespace(shape=_IMAGE, dtype="float32")
+    if setting.network == "encoder":
+        return _encoder()
     elements = setting.megabytes * 1e6 / 4
     if setting.network == "table":
         inputs = keras.Input((8,), dtype="int32")
@@ -148,6 +173,22 @@ def _network(setting: argparse.Namespace) -> Any:
         for _ in range(round(elements / units**2)):
             x = keras.layers.Dense(units, "relu")(x)
     model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    return model, argparse.Namespace(shape=inputs.shape[1:], dtype=inputs.dtype)
+
+
+def _encoder() -> Any:
+    """Return an encoder of the size of BERT-base, and its input."""
+    from keras import Input, Model, layers
+
+    inputs = Input((_TOKENS,), dtype="int32")
+    x = layers.Embedding(_VOCABULARY, _HIDDEN)(inputs)
+    for _ in range(_BLOCKS):
+        found = layers.MultiHeadAttention(_HEADS, _HIDDEN // _HEADS)(x, x)
+        x = layers.LayerNormalization()(x + found)
+        found = layers.Dense(_HIDDEN)(layers.Dense(4 * _HIDDEN, "gelu")(x))
+        x = layers.LayerNormalization()(x + found)
+    # Without the sigmoid it diverges.
+    model = Model(inputs, layers.Dense(1, "sigmoid")(layers.GlobalAveragePooling1D()(x)))
     return model, argparse.Namespace(shape=inputs.shape[1:], dtype=inputs.dtype)
 
 

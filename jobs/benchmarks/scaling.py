@@ -277,12 +277,12 @@ def paced(network: "keras.Model", computed: Callable[[], None]) -> "keras.Model"
             with tf.GradientTape() as tape:
                 predicted = self(x, training=True)
                 loss = self.compute_loss(x=x, y=y, y_pred=predicted)
-            found = tape.gradient(loss, [v.value for v in self.trainable_variables])
-            gradients = [tf.convert_to_tensor(g) for g in found]
-            with tf.control_dependencies(gradients):
+            gradients = tape.gradient(loss, [v.value for v in self.trainable_variables])
+            # Gradients of tables are rows and their numbers.
+            with tf.control_dependencies(tf.nest.flatten(gradients, expand_composites=True)):
                 waited = tf.numpy_function(wait, [], tf.float32)
             with tf.control_dependencies([waited]):
-                gradients = [tf.identity(g) for g in gradients]
+                gradients = tf.nest.map_structure(tf.identity, gradients, expand_composites=True)
             self.optimizer.apply(gradients, self.trainable_variables)
             for metric in self.metrics:
                 if metric.name == "loss":

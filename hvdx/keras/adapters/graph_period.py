@@ -41,7 +41,7 @@ class GraphPeriod(Period):
             self._moves = tf.Variable(earlier.moves, trainable=False)
         # Shared weights. They take no memory before the first exchange.
         self._base = [_any_shape(v) for v in variables]
-        for base, shared in zip(self._base, earlier.shared, strict=False):
+        for base, shared in zip(self._base, earlier.weights(), strict=False):
             base.assign(shared, read_value=False)
 
     def stay(self) -> None:

@@ -1,5 +1,6 @@
 """Periods of the weights between two exchanges: their steps, and the shared weights, on the host."""
 
+import ctypes
 import itertools
 import math
 import weakref
@@ -15,7 +16,7 @@ import tensorflow as tf
 from hvdx.comm.alignment import aligned
 from hvdx.comm.host_graph import on_host
 from hvdx.errors import HvdxError
-from hvdx.keras.adapters.host import DELETED
+from hvdx.keras.adapters.host import DELETED, own_zeros
 from hvdx.keras.seams.layers import on_assign, raw_variable
 from hvdx.keras.types import Variable
 from hvdx.keras.variables import view_of
@@ -130,10 +131,9 @@ class HostPeriod(Period):
         self.length, self.steps, self.first_bad, self.exchanges, self.moves = 1, 0, -1, 0, True
         # Whether `enter` has run since the last step.
         self._entered = False
-        # TensorFlow takes them without a copy. They have no pages before the first exchange.
-        self.shared = [
-            aligned(math.prod(v.shape), tf.as_dtype(v.dtype).as_numpy_dtype).reshape(v.shape) for v in variables
-        ]
+        # In the memory of TensorFlow, which has often kept as much of it from the initial values of the weights.
+        self._memory = [own_zeros(math.prod(v.shape), "CPU:0", v.dtype) for v in variables]
+        self.shared = [_writable(m).reshape(v.shape) for m, v in zip(self._memory, variables, strict=True)]
 
     @property
     def taken(self) -> int:
@@ -145,14 +145,22 @@ class HostPeriod(Period):
 
     def settle(self) -> None:
         if self.goes_ahead:
-            self._write(base.copy() for base in self.shared)
+            self._write(tf.raw_ops.DeepCopy(x=weights) for weights in self.weights())
             self.exchanges = 0
 
     def stay(self) -> None:
         self.settle()
         self.moves = False
 
+    def weights(self) -> list[tf.Tensor]:
+        """Return the shared weights as tensors, which have the same memory."""
+        return [tf.reshape(m, v.shape) for m, v in zip(self._memory, self.variables, strict=True)]
+
     def renew(self, length: int | None = None) -> None:
+        if self._entered:
+            # An exception has ended a step, and the variables have the memory of the shared weights.
+            self._write(tf.raw_ops.DeepCopy(x=raw_variable(v)) for v in self.variables)
+            self._entered = False
         self.length, self.steps, self.first_bad, self.exchanges = length or self.length, 0, -1, 0
 
     def resume(self, exchange: HostExchange) -> None:
@@ -165,8 +173,7 @@ class HostPeriod(Period):
         if self.moves:
             self.exchanges = APART
             unsent, share = self._unsent(exchange)
-            pairs = itertools.zip_longest(self.shared, unsent)
-            self._write(_set_ahead(base, rest, share, np.empty_like(base)) for base, rest in pairs)
+            self._write(self._ahead(unsent, share))
 
     def enter(self) -> None:
         # TensorFlow keeps the function until the process ends.
@@ -176,9 +183,7 @@ class HostPeriod(Period):
             there = period()
             if there is None:
                 raise HvdxError(DELETED)
-            there._check(weights)
-            there._entered = True
-            return there.shared if there.exchanges else weights
+            return there._entered_with(weights)
 
         with tf.device("CPU:0"):
             weights = [tf.convert_to_tensor(v) for v in self.variables]
@@ -186,6 +191,22 @@ class HostPeriod(Period):
         for variable, value in zip(self.variables, found, strict=True):
             value.set_shape(variable.shape)
             raw_variable(variable).assign(value, read_value=False)
+
+    def _entered_with(self, weights: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """Return the weights that the optimiser's step begins from, given those of the gradients.
+
+        The latter's memory may still be read for other gradients, and Keras decays weights where they are.
+        """
+        self._check(weights)
+        self._entered = True
+        if not self.steps:
+            if not self.exchanges:
+                self._keep(weights)
+            return self.shared
+        copies = [aligned(w.size, w.dtype).reshape(w.shape) for w in weights]
+        for copy, own in zip(copies, weights, strict=True):
+            copy[...] = own
+        return copies
 
     def advance(
         self,
@@ -257,10 +278,17 @@ class HostPeriod(Period):
         share = np.float32(exchange.unsent_share if ahead else 0.0)
         return [np.asarray(rest) for rest in exchange.unsent()] if share else [], share
 
-    def _write(self, arrays: Iterable[np.ndarray]) -> None:
-        """Set the variables to arrays that nobody changes."""
-        for variable, array in zip(self.variables, arrays, strict=True):
-            raw_variable(variable).assign(array, read_value=False)
+    def _ahead(self, unsent: Sequence[np.ndarray], share: np.float32) -> Iterator[tf.Tensor]:
+        """Yield the weights ahead of the shared ones; see `_set_ahead`."""
+        for base, rest in itertools.zip_longest(self.shared, unsent):
+            memory = own_zeros(base.size, "CPU:0", base.dtype)
+            _set_ahead(base, rest, share, _writable(memory).reshape(base.shape))
+            yield tf.reshape(memory, base.shape)
+
+    def _write(self, tensors: Iterable[tf.Tensor]) -> None:
+        """Set the variables to tensors that nobody changes."""
+        for variable, tensor in zip(self.variables, tensors, strict=True):
+            raw_variable(variable).assign(tensor, read_value=False)
 
 
 def are_equal(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
@@ -269,8 +297,17 @@ def are_equal(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
     return all(np.array_equal(a[part], b[part]) for a, b in pairs for part in _parts(a))
 
 
-def _set_ahead(shared: np.ndarray, unsent: np.ndarray | None, share: np.float32, out: np.ndarray) -> np.ndarray:
-    """Set an array to shared weights plus a share of the residual; without `unsent`, to the former. Return it.
+def _writable(vector: tf.Tensor) -> np.ndarray:
+    """Return an array with the memory of an eager tensor on the CPU, which nobody else may use."""
+    view = np.asarray(vector)
+    memory = (ctypes.c_char * view.nbytes).from_address(view.ctypes.data)
+    # The array keeps the tensor, and so its memory.
+    memory.of = vector  # type: ignore[attr-defined]
+    return np.ndarray(view.shape, view.dtype, memoryview(memory))
+
+
+def _set_ahead(shared: np.ndarray, unsent: np.ndarray | None, share: np.float32, out: np.ndarray) -> None:
+    """Set an array to shared weights plus a share of the residual; without `unsent`, to the former alone.
 
     Args:
         shared: shared weights of a variable.
@@ -280,11 +317,10 @@ def _set_ahead(shared: np.ndarray, unsent: np.ndarray | None, share: np.float32,
     """
     if unsent is None:
         out[...] = shared
-        return out
+        return
     for part in _parts(shared):
         ahead = np.multiply(unsent[part], share, out=out[part] if out.dtype == unsent.dtype else None)
         np.add(shared[part], ahead.astype(shared.dtype, copy=False), out=out[part])
-    return out
 
 
 def _parts(array: np.ndarray) -> list[slice] | list[EllipsisType]:

@@ -279,6 +279,21 @@ class Threshold(Strategy):
         other.may_wait = False
         return other
 
+    def on_one_thread(self, why: str) -> "Threshold":
+        if self.threads not in (None, 1):
+            raise ConfigError(f"threshold: threads: expected 1 for {why}, got {self.threads}. Leave it out.")
+        other = copy.copy(self)
+        other.threads = 1
+        return other
+
+    def problem_with_split(self) -> str:
+        if self.device != "cuda":
+            return ""
+        return (
+            "device: expected 'auto' or 'cpu' for a model with split layers, whose updates are combined on the host, "
+            "got 'cuda'."
+        )
+
     def with_overhead(self, share: float) -> "Threshold":
         other = copy.copy(self)
         other.overhead = share * self.overhead

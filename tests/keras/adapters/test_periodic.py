@@ -13,7 +13,8 @@ import tensorflow as tf
 import hvdx
 from hvdx.comm.local import virtual_world
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras.adapters import updates
+from hvdx.keras.adapters import period, updates
+from hvdx.keras.adapters.host import own_zeros
 from hvdx.keras.adapters.optimizer import attach
 from hvdx.keras.adapters.periodic import PeriodicAdapter
 from tests.ranks.test_contract import Mean, MeanExchange
@@ -200,6 +201,20 @@ def test_only_the_rows_of_a_sparse_update_are_written_in_mid_period(monkeypatch)
     assert dense == []
     assert first == [[0, -3, 0, 0, 0], [0, -5, 0, 0, 0], [0, -7, 0, 0, 0], [0, -9, 0, 0, 0]]
     assert second[1:] == [[0, -7, 0, 0, 0], [0, -11, 0, 0, 0], [0, -9, 0, 0, 0]]
+
+
+def test_the_shared_weights_have_memory_as_long_as_an_array_of_them():
+    """A variable has it, too, when `enter` was not followed by a step."""
+    kept = weakref.ref(tensor := own_zeros(1000, "CPU:0"))
+    array = period._writable(tensor).reshape(10, 100)[3]
+    del tensor
+    gc.collect()
+    assert kept() is not None
+    array[:] = 2.0
+    assert kept().numpy().sum() == 200
+    del array
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_step_has_few_operations_for_each_variable():
