@@ -418,6 +418,14 @@ benchmarks/README.md memory-narrow.json rows
 402 variables | start | steps | end of an epoch | more | first step, s | later steps, s
 strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s
 
+benchmarks/README.md memory-440.json rows
+470 MB between hosts | start | steps | end of an epoch | more | first step, s | later steps, s | MB sent a step
+strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s | step_MB
+
+benchmarks/README.md memory-encoder.json rows
+an encoder between hosts | start | steps | end of an epoch | more | first step, s | later steps, s | MB sent a step
+strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s | step_MB
+
 benchmarks/README.md density.json densities
 hosts, link, burst | alone ms | ms | ratio | density | its range | encoding | waiting | exchanging | decoding
 network | alone_ms | ms | ratio | density | range | encoding | waiting | exchanging | decoding

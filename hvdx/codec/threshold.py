@@ -505,10 +505,14 @@ def lines_of(n: int, density: float | None, step: int) -> np.ndarray:
 
 
 def all_lines(n: int) -> Iterator[np.ndarray]:
-    """Yield the lines of n elements, in parts of at most 2**20 elements."""
-    whole, each = -(-n // LINE), 2**20 // LINE
-    for begin in range(0, whole, each):
-        yield np.arange(begin, min(begin + each, whole))
+    """Yield the lines of n elements, in parts of at most 2**20 elements, each from the whole vector.
+
+    The first 2**20 neighbours may be a table, of which a batch changes few rows.
+    """
+    whole = -(-n // LINE)
+    parts = -(-whole * LINE // 2**20)
+    for part in range(parts):
+        yield np.arange(part, whole, parts)
 
 
 def tau_of_sample(sums: np.ndarray, density: float) -> np.float32 | None:

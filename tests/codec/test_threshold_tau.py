@@ -160,6 +160,16 @@ def test_tau_follows_accumulated_updates():
     assert got[807::8].mean() == pytest.approx(1, abs=0.3)
 
 
+def test_the_first_tau_is_that_of_all_variables():
+    """The first of them may be a table, of which a batch changes few rows."""
+    rng = np.random.default_rng(0)
+    table, dense = np.zeros(2**21, np.float32), rng.normal(0, 1e-3, 2**21).astype(np.float32)
+    table[:1000] = rng.normal(0, 1e-9, 1000)
+    codec = Threshold(target_density=1 / 8)
+    _, state = codec.encode([table, dense], codec.init([table.size, dense.size]))
+    assert state.density == pytest.approx(1 / 8, rel=0.1)
+
+
 def test_tau_is_found_again_after_a_misleading_first_update():
     sequence = (u * np.float32(1e-14 if i == 0 else 1) for i, u in enumerate(updates("lognormal", 300)))
     got = densities(Threshold(target_density=0.01, threads=1), sequence)

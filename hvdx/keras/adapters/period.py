@@ -59,6 +59,10 @@ class Period(ABC):
         for variable in variables:
             on_assign(variable, note)
 
+    def expect(self, sizes: Sequence[int]) -> None:
+        """Record the number of elements of each array of a sample."""
+        self.samples = list(sizes)
+
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Enclose a step of the optimiser, whose assignments are its own."""
@@ -302,7 +306,7 @@ def _writable(vector: tf.Tensor) -> np.ndarray:
     view = np.asarray(vector)
     memory = (ctypes.c_char * view.nbytes).from_address(view.ctypes.data)
     # The array keeps the tensor, and so its memory.
-    memory.of = vector  # type: ignore[attr-defined]
+    weakref.finalize(memory, id, vector)
     return np.ndarray(view.shape, view.dtype, memoryview(memory))
 
 

@@ -75,7 +75,7 @@ class PeriodicAdapter(HostAdapter):
             wanted = self._weighed(updates.updates_of(optimizer, step, variables))
         # Only that of the last step is exchanged, but a gradient that waits for it would keep its memory.
         sample = self._sample(optimizer, gradients, variables)
-        period.samples = self._sample_sizes(optimizer, gradients, variables)
+        period.expect(self._sample_sizes(optimizer, gradients, variables))
         if isinstance(period, HostPeriod):
             self._advance(period, wanted, first_bad, sample)
         else:
