@@ -16,11 +16,11 @@ from hvdx.comm.base import Cast, Channel, Comm, add_in_order
 
 # Elements that are summed at a time: few stay in the level-2 cache; a cast of TensorFlow takes 50 us whatever its size.
 _CHUNK, _CAST_CHUNK = 1 << 16, 1 << 20
-# Bytes of a block of all ranks of a host, at least of each rank, and of a block that goes to other hosts, where the
-# first and the last of its messages wait for each other. Blocks that stay in the caches of two cores without a cache in
-# common cost more: each store there waits until the other core has given its copy up. For 900 MB of 2 ranks, blocks of
-# 4 MiB took 0.17 or 0.34 s, by where the cores were, and blocks of 16 MiB took 0.22 or 0.18 s.
-_HOST_BLOCKS, _LEAST_BLOCK, _LINK_BLOCK = 1 << 25, 1 << 22, 1 << 25
+# Bytes of a block within a host, and of one that goes to other hosts, where the first and the last of its messages wait
+# for each other. Between cores without a common cache, larger blocks within a host would be faster, since a store to a
+# line that the other core holds waits for it: 900 MB of 2 ranks took 0.17 or 0.34 s, by where the cores were, and 0.22
+# or 0.18 s in blocks of 16 MiB. These are 100 MB of shared memory.
+_HOST_BLOCK, _LINK_BLOCK = 1 << 22, 1 << 25
 # Bytes of a vector that is sent alone: a sum of its own takes a millisecond longer, and two copies of it are saved.
 _APART = 1 << 22
 # Between two meetings of the ranks, a block is written, the one before it added up, the one before that copied back.
@@ -37,9 +37,9 @@ def staging_bytes(size: int, here: int, leaves_host: bool) -> int:
 
     Example:
         >>> staging_bytes(10**9, 2, False)
-        100663296
+        25165824
     """
-    block = min(size, _LINK_BLOCK if leaves_host else _host_block(here))
+    block = min(size, _LINK_BLOCK if leaves_host else _HOST_BLOCK)
     return _SLOTS * here * block if here > 1 else block
 
 
@@ -70,7 +70,7 @@ class DenseSums:
         self._local, self._between = _channels(comm, self.everyone)
         # In one order on all ranks, without repetitions.
         self._open = list(dict.fromkeys(c for c in (self.everyone, self._local, self._between) if c is not None))
-        self._block = _host_block(comm.size) if self._local is self.everyone else _LINK_BLOCK
+        self._block = _HOST_BLOCK if self._local is self.everyone else _LINK_BLOCK
         self._flat = np.empty(0, np.uint8)
         # By rank of the host: `_SLOTS` blocks, of so many bytes each; and the slot of the next block.
         self._shared: list[np.ndarray] = []
@@ -259,11 +259,6 @@ def _within(block: Block, begin: int, end: int) -> Block:
             found.append((index, first, last))
         offset += high - low
     return found
-
-
-def _host_block(here: int) -> int:
-    """Return the bytes of a block within a host of so many ranks."""
-    return max(_LEAST_BLOCK, _HOST_BLOCKS // here)
 
 
 def _join(parts: Sequence[np.ndarray], flat: np.ndarray) -> None:

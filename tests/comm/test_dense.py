@@ -105,7 +105,7 @@ def test_sums_replace_the_vectors_and_are_not_those_of_the_next_sum():
 @pytest.mark.parametrize("chunk", [7, 1 << 16])
 def test_sums_in_many_blocks_need_memory_for_a_few(monkeypatch, hosts, dtype, chunk):
     """Blocks that begin and end within vectors, use each slot several times, and whose own pieces stay, or do not."""
-    for name, value in {"_HOST_BLOCKS": 1000, "_LEAST_BLOCK": 1000, "_LINK_BLOCK": 1000, "_CHUNK": chunk}.items():
+    for name, value in {"_HOST_BLOCK": 1000, "_LINK_BLOCK": 1000, "_CHUNK": chunk}.items():
         monkeypatch.setattr(dense, name, value)
 
     def run(comm):
