@@ -150,8 +150,8 @@ class DenseSums:
 class _Staged:
     """A block of vectors of this rank, and the memory for the same block of each rank of the host.
 
-    Of a rank's own piece, the others read nothing but the sum: unless it has many small parts, its addend stays where
-    it is.
+    Of a rank's own piece, the others read nothing but the sum: unless it has small parts, its addend stays where it
+    is.
 
     Args:
         vectors: vectors of one dtype.
@@ -163,8 +163,6 @@ class _Staged:
         >>> vectors, slots = [np.ones(4)], [np.zeros(4), np.full(4, 2.0)]
         >>> block = _Staged(vectors, [(0, 0, 4)], slots, 0)
         >>> block.write()
-        >>> slots[0]
-        array([0., 0., 1., 1.])
         >>> block.add_up(1.0, np.ndarray.astype, None)
         >>> vectors, slots[0]
         ([array([3., 3., 1., 1.])], array([3., 3., 1., 1.]))
