@@ -169,7 +169,7 @@ def simulate(strategy: Strategy, setting: Setting, workload: Workload) -> Outcom
 
 
 def check(strategy: Strategy) -> Strategy:
-    """Return a strategy as it is simulated: on one thread, whose time is measured.
+    """Return the strategy with one thread, whose time the simulation measures.
 
     Raises:
         ConfigError: if its ranks have no common step, it has servers, another strategy replaces it, or it was told to

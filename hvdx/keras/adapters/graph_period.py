@@ -41,7 +41,7 @@ class GraphPeriod(Period):
             self._moves = tf.Variable(earlier.moves, trainable=False)
         # Shared weights. They take no memory before the first exchange.
         self._base = [_any_shape(v) for v in variables]
-        for base, shared in zip(self._base, earlier.weights(), strict=False):
+        for base, shared in zip(self._base, earlier.shared_tensors(), strict=False):
             base.assign(shared, read_value=False)
 
     def stay(self) -> None:
@@ -58,8 +58,7 @@ class GraphPeriod(Period):
 
     def settle(self) -> None:
         if self.goes_ahead:
-            for variable, base in zip(self.variables, self.shared(), strict=True):
-                raw_variable(variable).assign(base, read_value=False)
+            self._return()
             self._exchanges.assign(0)
 
     def resume(self, share: tf.Tensor, unsent: Sequence[tf.Tensor]) -> list[tf.Tensor]:

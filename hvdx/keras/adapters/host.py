@@ -12,6 +12,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.comm.base import T
 from hvdx.comm.host_graph import on_device, on_host, prepare, wait_for
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import rows, second_moments, updates
@@ -30,8 +31,6 @@ from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import HostExchange, StepInput, Strategy
 from hvdx.strategies.telemetry import Telemetry, merged
 
-#: Message of the error that ends a step of an optimiser that is gone.
-DELETED = "a training function was called after its optimiser was deleted. Trace it again."
 # Number of elements from which a gradient is checked for itself.
 _LARGE = 2**16
 
@@ -277,11 +276,9 @@ class HostAdapter(Adapter):
         adapter_ref, variable_refs = weakref.ref(self), [weakref.ref(v) for v in variables]
 
         def step(bad: int, step_input: StepInput) -> tuple[HostExchange, Sequence[npt.ArrayLike]]:
-            adapter, alive = adapter_ref(), [ref() for ref in variable_refs]
-            if adapter is None:
-                raise HvdxError(DELETED)
-            exchange = adapter._opened(alive)
-            blamed = describe(alive[bad]).name if bad >= 0 else ""
+            adapter, left = alive(adapter_ref), [ref() for ref in variable_refs]
+            exchange = adapter._opened(left)
+            blamed = describe(left[bad]).name if bad >= 0 else ""
             return exchange, adapter._take(exchange, step_input._replace(finite=bad < 0, blamed=blamed))
 
         return step
@@ -317,6 +314,14 @@ class HostAdapter(Adapter):
             _move_residual(*self._open[other], new, variables)
             if set(other) <= set(key):
                 self._open.pop(other)[0].close()
+
+
+def alive(reference: "weakref.ref[T]") -> T:
+    """Return the object of a reference that TensorFlow keeps in a traced function; raise HvdxError if it is gone."""
+    found = reference()
+    if found is None:
+        raise HvdxError("a training function was called after its optimiser was deleted. Trace it again.")
+    return found
 
 
 def _move_residual(

@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from hvdx.comm.alignment import aligned
 from hvdx.comm.host_graph import on_host
-from hvdx.errors import HvdxError
-from hvdx.keras.adapters.host import DELETED, own_zeros
+from hvdx.keras.adapters.host import alive, own_zeros
 from hvdx.keras.seams.layers import on_assign, raw_variable
 from hvdx.keras.types import Variable
 from hvdx.keras.variables import view_of
@@ -149,14 +148,14 @@ class HostPeriod(Period):
 
     def settle(self) -> None:
         if self.goes_ahead:
-            self._write(tf.raw_ops.DeepCopy(x=weights) for weights in self.weights())
+            self._write(tf.raw_ops.DeepCopy(x=shared) for shared in self.shared_tensors())
             self.exchanges = 0
 
     def stay(self) -> None:
         self.settle()
         self.moves = False
 
-    def weights(self) -> list[tf.Tensor]:
+    def shared_tensors(self) -> list[tf.Tensor]:
         """Return the shared weights as tensors, which have the same memory."""
         return [tf.reshape(m, v.shape) for m, v in zip(self._memory, self.variables, strict=True)]
 
@@ -184,10 +183,7 @@ class HostPeriod(Period):
         period = weakref.ref(self)
 
         def work(*weights: np.ndarray) -> Sequence[npt.ArrayLike]:
-            there = period()
-            if there is None:
-                raise HvdxError(DELETED)
-            return there._entered_with(weights)
+            return alive(period)._entered_with(weights)
 
         with tf.device("CPU:0"):
             weights = [tf.convert_to_tensor(v) for v in self.variables]

@@ -11,11 +11,10 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.host_graph import change, on_host, wait_for
-from hvdx.errors import HvdxError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints
 from hvdx.keras.adapters.graph_period import GraphPeriod, nothing
-from hvdx.keras.adapters.host import DELETED, HostAdapter, unsent_on_gpu
+from hvdx.keras.adapters.host import HostAdapter, alive, unsent_on_gpu
 from hvdx.keras.adapters.period import HostPeriod, Period
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.layers import raw_variable
@@ -102,10 +101,7 @@ class PeriodicAdapter(HostAdapter):
         count, reference = len(variables), weakref.ref(period)
 
         def work(updates: Sequence[np.ndarray], bad: int, *arrays: np.ndarray) -> Sequence[npt.ArrayLike]:
-            there = reference()
-            if there is None:
-                raise HvdxError(DELETED)
-            there.advance(updates, arrays[:count], int(bad), list(arrays[count:]), exchange, ends)
+            alive(reference).advance(updates, arrays[:count], int(bad), list(arrays[count:]), exchange, ends)
             return ()
 
         with tf.device("CPU:0"):
@@ -167,10 +163,7 @@ class PeriodicAdapter(HostAdapter):
         key, adapter_ref = tuple(id(v) for v in variables), weakref.ref(self)
 
         def exchange() -> HostExchange:
-            adapter = adapter_ref()
-            if adapter is None:
-                raise HvdxError(DELETED)
-            return adapter.open_for(key)
+            return alive(adapter_ref).open_for(key)
 
         return exchange
 
