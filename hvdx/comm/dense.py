@@ -76,17 +76,18 @@ class DenseSums:
         self._shared: list[np.ndarray] = []
         self._capacity = self._turn = 0
 
-    def add_up(self, vectors: Sequence[np.ndarray], scale: float, cast: Cast) -> None:
-        """Replace some vectors of one dtype by their sums over the ranks. Collective.
+    def add_up(self, arrays: Sequence[np.ndarray], scale: float, cast: Cast) -> None:
+        """Replace some arrays of one dtype by their sums over the ranks. Collective.
 
         Args:
-            vectors: contiguous floats[any], of the same sizes and dtype on all ranks, in memory of their own.
+            arrays: contiguous floats of any shapes, of the same sizes and dtype on all ranks, in memory of their own.
             scale: factor on the sum.
             cast: see `Channel.sum_in_order`.
 
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
+        vectors = [array.reshape(-1) for array in arrays]
         sizes, itemsize = tuple(v.size for v in vectors), vectors[0].itemsize
         needed = min(sum(sizes) * itemsize, self._block)
         if self._local is not None and needed > self._capacity:

@@ -110,7 +110,9 @@ class HostGraphComm(TensorComm):
 
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
         # faster than NumPy.
-        sent = [tf.reshape(_narrow(t / before if before != 1.0 else t, how.wire), [-1]) for t in tensors]
+        sent = [_narrow(t / before if before != 1.0 else t, how.wire) for t in tensors]
+        # Others need no operation: with thousands of variables, each takes seconds to optimise.
+        sent = [t if t.shape.rank else tf.reshape(t, [-1]) for t in sent]
         sizes = zip(how.sizes, sent, strict=True) if self._overlaps and how.sizes else ()
         buckets = fill([elements * t.dtype.size for elements, t in sizes])
         marks = name if how.of_step and sent[0].dtype.is_floating else ""
@@ -124,7 +126,8 @@ class HostGraphComm(TensorComm):
                 return ()
 
             _, received = change(sums, sent)
-        return [tf.reshape(tf.cast(r, t.dtype), tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
+        received = [r if t.shape.rank else tf.reshape(r, tf.shape(t)) for r, t in zip(received, tensors, strict=True)]
+        return [tf.cast(r, t.dtype) for r, t in zip(received, tensors, strict=True)]
 
     def _sums_behind(
         self, sent: list[tf.Tensor], buckets: list[list[int]], scale: Callable[[], float], marks: str

@@ -158,6 +158,25 @@ def usable_memory() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
+def free_memory() -> int | None:
+    """Return the bytes that this host, or its container, has free or could free at once; None if unknown."""
+    try:
+        available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    free = None if available is None else 1024 * int(available[1])
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        counts = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+    except OSError:
+        return free
+    if not limit.isdecimal():
+        return free
+    # The container's limit counts the files that it has read and written, which the kernel drops when it needs memory.
+    own = int(limit) - int(used) + int(counts["file"]) - int(counts["shmem"])
+    return own if free is None else min(own, free)
+
+
 def core_mask() -> int:
     """Return the cores that this process may run on, as a bit mask."""
     return sum(1 << core for core in os.sched_getaffinity(0))

@@ -260,6 +260,24 @@ class HostPeriod(Period):
         exchanges = min(self.exchanges + 1, APART) if self.moves else 0
         self.length, self.steps, self.first_bad, self.exchanges = opened.period, 0, -1, exchanges
 
+    def end(
+        self,
+        sample: list[np.ndarray],
+        exchange: Callable[[int, StepInput], tuple[HostExchange, Sequence[npt.ArrayLike]]],
+    ) -> None:
+        """End the period before its last step. Not in a graph; collective.
+
+        Args:
+            sample, exchange: see `advance`.
+        """
+        # Operations outside a graph would copy what they take and what they return.
+        memory = [own_zeros(base.size, "CPU:0", base.dtype) for base in self.shared]
+        weights = [_writable(m).reshape(base.shape) for m, base in zip(memory, self.shared, strict=True)]
+        for own, variable in zip(weights, self.variables, strict=True):
+            own[...] = view_of(raw_variable(variable))
+        self.advance(weights, (), self.first_bad, sample, exchange, ends=True)
+        self._write(tf.reshape(m, base.shape) for m, base in zip(memory, self.shared, strict=True))
+
     def _check(self, weights: Sequence[np.ndarray]) -> None:
         """Find out whether the script has written weights since the first exchange after a flush."""
         if self.exchanges == 1 and not are_equal(weights, self.shared):

@@ -86,7 +86,6 @@ class PeriodicAdapter(HostAdapter):
         wanted: Sequence[Gradient],
         first_bad: int | tf.Tensor,
         sample: Sequence[tf.Tensor],
-        ends: bool = False,
     ) -> None:
         """Take a step of a period on the host, in one operation of the graph.
 
@@ -94,14 +93,13 @@ class PeriodicAdapter(HostAdapter):
             period: the period.
             wanted: updates of the step, one for each variable.
             first_bad, sample: see `HostAdapter._call`.
-            ends: no step is taken, the period ends, and `wanted` holds the weights.
         """
         variables, exchange = period.variables, self._step_of(period.variables)
         # TensorFlow keeps the function until the process ends.
         count, reference = len(variables), weakref.ref(period)
 
         def work(updates: Sequence[np.ndarray], bad: int, *arrays: np.ndarray) -> Sequence[npt.ArrayLike]:
-            alive(reference).advance(updates, arrays[:count], int(bad), list(arrays[count:]), exchange, ends)
+            alive(reference).advance(updates, arrays[:count], int(bad), list(arrays[count:]), exchange)
             return ()
 
         with tf.device("CPU:0"):
@@ -239,12 +237,12 @@ class PeriodicAdapter(HostAdapter):
         for period in self._periods.values():
             if agree_on_steps(period.taken, "the last exchange", self.comm):
                 # A sample of zeros does not change the estimate of the noise.
-                sample = [tf.zeros(size) for size in period.samples]
                 if isinstance(period, HostPeriod):
-                    weights = [tf.convert_to_tensor(v) for v in period.variables]
-                    self._advance(period, weights, period.first_bad, sample, ends=True)
+                    sample = [np.zeros(size, np.float32) for size in period.samples]
+                    period.end(sample, self._step_of(period.variables))
                 else:
-                    self._exchange_in_graph(period, period.changes(), period.first_bad, sample, period.since)
+                    zeros = [tf.zeros(size) for size in period.samples]
+                    self._exchange_in_graph(period, period.changes(), period.first_bad, zeros, period.since)
                 apply_constraints(period.variables)
             period.settle()
 

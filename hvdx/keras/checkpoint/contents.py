@@ -1,7 +1,7 @@
 """Contents of a checkpoint: the shared variables of a model, and the state of each rank."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,16 +57,22 @@ class Snapshot:
 
     Attributes:
         manifest: description of the checkpoint and its arrays, in JSON types.
-        shared: variables with the same values on all ranks, to be copied before training continues; empty on other
-            ranks than 0.
-        mine: copies of the rank-local arrays.
-        parts: parts of split layers, to be copied before training continues; empty outside the first group.
+        shared: variables with the same values on all ranks; empty on other ranks than 0.
+        mine: the rank-local state.
+        parts: parts of split layers; empty outside the first group.
+
+    Training changes all of them: they are written, or copied, before it continues.
     """
 
     manifest: Manifest
     shared: dict[str, Variable | np.ndarray]
-    mine: dict[str, np.ndarray]
+    mine: dict[str, Variable | np.ndarray]
     parts: dict[str, Variable | np.ndarray] = field(default_factory=dict)
+
+    @property
+    def own(self) -> dict[str, Variable | np.ndarray]:
+        """What is in this rank's file."""
+        return self.mine | self.parts
 
 
 def snapshot(model: keras.Model, comm: Comm, data: Data, within_epoch: bool = False) -> Snapshot:
@@ -83,14 +89,14 @@ def snapshot(model: keras.Model, comm: Comm, data: Data, within_epoch: bool = Fa
     groups = variables_of(model)
     shared: dict[str, Variable | np.ndarray] = {}
     parts: dict[str, Variable | np.ndarray] = {}
-    mine = _own_arrays(model)
+    mine = _own_state(model)
     if within_epoch:
         mine |= _numbered("metrics", model.metrics_variables)
     mine |= {f"pass.{name}": array for name, array in data.random.items()}
     for name, variables in groups.items():
         for i, variable in enumerate(variables):
             if id(variable) in own:
-                mine[f"{name}.{i}"] = array_of(variable)
+                mine[f"{name}.{i}"] = variable
             elif part_of(variable) is None and comm.rank == 0:
                 shared[f"{name}.{i}"] = variable
             elif part_of(variable) is not None and mesh_of(comm).index == 0:
@@ -115,7 +121,7 @@ def division(model: keras.Model, groups: Mapping[str, Sequence[Variable]], comm:
 
 
 def _manifest(
-    model: keras.Model, groups: Mapping[str, Sequence[Variable]], mine: Mapping[str, np.ndarray], data: Data, comm: Comm
+    model: keras.Model, groups: Mapping[str, Sequence[Variable]], mine: Collection[str], data: Data, comm: Comm
 ) -> Manifest:
     return {
         "hvdx": __version__,
@@ -148,47 +154,39 @@ def _optimizer_manifest(optimizer: keras.optimizers.Optimizer, model: keras.Mode
     return entry
 
 
-def _own_arrays(model: keras.Model) -> dict[str, np.ndarray]:
-    """Copy the rank-local arrays other than weights and variables of the optimisers."""
+def _own_state(model: keras.Model) -> dict[str, Variable | np.ndarray]:
+    """Return the rank-local state other than weights and variables of the optimisers."""
     own = _numbered("generators", generators(model)) | _numbered("accumulated", accumulated(model))
     common = common_generator()
     if common is not None:
-        own["generator"] = array_of(common.state)
+        own["generator"] = common.state
     own |= {f"random.{name}": array for name, array in random_states().items()}
     for i, optimizer in enumerate(optimizers_of(model)):
         adapter = adapter_of(optimizer)
         if adapter is not None:
-            # Copies, since the exchange continues to change the originals.
-            own |= {f"strategy.{i}.{name}": np.array(array) for name, array in adapter.state_dict().items()}
+            own |= {f"strategy.{i}.{name}": array for name, array in adapter.state_dict().items()}
     return own
 
 
 # -- variables --------------------------------------------------------------------------------------------------------
 
 
-def _numbered(name: str, variables: Sequence[Variable]) -> dict[str, np.ndarray]:
-    return {f"{name}.{i}": array_of(v) for i, v in enumerate(variables)}
+def _numbered(name: str, variables: Sequence[Variable]) -> dict[str, Variable | np.ndarray]:
+    return {f"{name}.{i}": v for i, v in enumerate(variables)}
 
 
-def value_of(variable: Variable) -> np.ndarray:
+def value_of(variable: Variable | np.ndarray) -> np.ndarray:
     """Return a variable's value. It may be a view: copy it before the variable changes.
 
     Raises:
         ConfigError: if the variable holds no numbers.
     """
+    if isinstance(variable, np.ndarray | np.generic):
+        return np.asarray(variable)
     array = view_of(variable)
     if array.dtype == object:
         raise ConfigError(f"variable {variable.path}: expected numbers, got {variable.dtype}, which is not saved.")
     return array
-
-
-def array_of(variable: Variable) -> np.ndarray:
-    """Return a copy of a variable's value.
-
-    Raises:
-        ConfigError: if the variable holds no numbers.
-    """
-    return np.array(value_of(variable))
 
 
 def described(variable: Variable) -> str:

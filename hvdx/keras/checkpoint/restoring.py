@@ -19,11 +19,11 @@ from hvdx.keras.adapters.rank_local import accumulated, declared, rank_local_ids
 from hvdx.keras.checkpoint.contents import (
     Data,
     Manifest,
-    array_of,
     described,
     division,
     set_random_states,
     snapshot,
+    value_of,
     variables_of,
 )
 from hvdx.keras.checkpoint.files import Arrays, ArraysInMemory
@@ -86,7 +86,8 @@ def give_state(model: keras.Model, comm: Comm, attachment: Attachment, is_new: b
 
     def content() -> tuple[Manifest, dict[str, np.ndarray], list[str]]:
         found = snapshot(model, comm, Data(data.state()[0]))
-        return found.manifest | {"ranks": 1, "epoch": 0, "step": 0}, found.mine, list(found.shared)
+        mine = {name: value_of(value) for name, value in found.mine.items()}
+        return found.manifest | {"ranks": 1, "epoch": 0, "step": 0}, mine, list(found.shared)
 
     manifest, mine, names = first(comm, content, is_new)
     # One by one: they may be large.
@@ -113,7 +114,7 @@ def give_state(model: keras.Model, comm: Comm, attachment: Attachment, is_new: b
 def _value(model: keras.Model, name: str) -> np.ndarray:
     """Return a variable by its name in a checkpoint."""
     group, _, index = name.partition(".")
-    return array_of(variables_of(model)[group][int(index)])
+    return value_of(variables_of(model)[group][int(index)])
 
 
 Assignments = list[tuple[Variable, np.ndarray]]

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from hvdx.comm import supervision
+from hvdx.comm.launcher import free_memory
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit
 from hvdx.errors import ConfigError, HvdxError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
@@ -23,6 +24,7 @@ from hvdx.keras.fit import data
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.joining import join
 from hvdx.keras.types import Variable
+from hvdx.keras.variables import bytes_of
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -33,6 +35,9 @@ _REMEDY = "Earlier checkpoints are unchanged."
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0
 
+# Share of a host's free memory that copies may take.
+_MOST_OF_FREE = 0.9
+
 _writing: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
@@ -40,8 +45,8 @@ class Writer:
     """Writer of the checkpoints of one folder, in a thread beside the training.
 
     While the files are written the ranks exchange no messages: rank 0 polls the folder until the files of all ranks
-    exist. Rank 0 also keeps memory for one copy of the shared variables, and each rank of the first group for a copy of
-    its parts of split layers.
+    exist. Each rank keeps memory for one copy of what it writes; if a host has no room for the copies of its ranks, the
+    training waits while they write.
 
     Args:
         folder: folder of the checkpoints.
@@ -59,6 +64,7 @@ class Writer:
         self._place = ""
         self._problem: Exception | None = None
         self._copies: dict[str, np.ndarray] = {}
+        self._said = False
         self._own_written, self._all_written = threading.Event(), threading.Event()
 
     @property
@@ -85,14 +91,17 @@ class Writer:
             self._owned = comm.recoveries
             self._folder.own()
         self._place = f"saving {position}"
-        token = all_gather_at(comm, self._place, uuid.uuid4().hex[:8])[0]
+        values = content.shared | content.own
+        token, needed = self._agree(values)
         self._place_of_rank, self._recoveries = (comm.rank, comm.size), comm.recoveries
         self._partial = self._folder.partial(token)
         self._own_written.clear()
         self._all_written.clear()
         self._saving = True
+        free = free_memory()
+        fits = free is None or needed <= _MOST_OF_FREE * free
         try:
-            self._copy(content.shared | content.parts)
+            self._copy(values) if fits else self._view(values, needed, free or 0)
         except Exception as error:  # on rank 0 alone; `finish` raises it on all ranks
             self._problem = error
             self._report_failure(error)
@@ -103,6 +112,27 @@ class Writer:
         )
         _writing.add(self._thread)
         self._thread.start()
+        if not fits:
+            self._own_written.wait()
+            self._copies = {}
+
+    def _agree(self, values: Mapping[str, Variable | np.ndarray]) -> tuple[str, int]:
+        """Return the checkpoint's token, and the bytes that the ranks of this host need for their copies."""
+        comm, kept = self._folder.comm, sum(copy.nbytes for copy in self._copies.values())
+        mine = uuid.uuid4().hex[:8], comm.hosts[comm.rank], sum(map(_bytes_of, values.values())) - kept
+        everyone = all_gather_at(comm, self._place, mine)
+        return everyone[0][0], sum(needed for _, host, needed in everyone if host == mine[1])
+
+    def _view(self, variables: Mapping[str, Variable | np.ndarray], needed: int, free: int) -> None:
+        """Take variables where they are; the training waits then until they are written."""
+        self._copies = {name: value_of(variable) for name, variable in variables.items()}
+        if not self._said:
+            self._said = True
+            _log.warning(
+                f"{self._place}: a copy would take {needed / 1e9:.1f} GB of the {free / 1e9:.1f} GB of memory that are "
+                "free on this host, so the training waits while checkpoints are written. Do: start fewer workers a "
+                'host, or save less often: Checkpoint(every="60 minutes").'
+            )
 
     def _copy(self, variables: Mapping[str, Variable | np.ndarray]) -> None:
         """Copy variables into the memory of the previous copy, since allocating memory takes longer than copying."""
@@ -181,7 +211,7 @@ class Writer:
     def _write_own(self, position: Position, content: Snapshot) -> None:
         (rank, size), partial = self._place_of_rank, self._partial
         partial.mkdir(parents=True, exist_ok=True)
-        mine = content.mine | {name: self._copies[name] for name in content.parts}
+        mine = {name: self._copies[name] for name in content.own}
         shared = {name: self._copies[name] for name in content.shared}
         writes = {partial / of_rank(rank): lambda file: files.write_arrays(file, mine)}
         if rank == 0:
@@ -234,6 +264,10 @@ class Writer:
             (self._partial / f"rank-{self._place_of_rank[0]}.failed").write_text(one_line(error))
         except OSError:
             return
+
+
+def _bytes_of(value: Variable | np.ndarray) -> int:
+    return value.nbytes if isinstance(value, np.ndarray) else bytes_of(value)
 
 
 def wait_for_all() -> None:
