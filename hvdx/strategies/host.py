@@ -36,6 +36,7 @@ class StepInput(NamedTuple):
             divided by the root of its second moment: one float array per tensor (on a GPU, one for all tensors), of the
             same sizes on all ranks and in all steps. None if the optimiser does not divide by second moments.
         computing: seconds of computing before this step; None if they were not measured.
+        preparing: seconds of work on the tensors before this step that would not be needed without an exchange.
         steps: number of the rank's own steps whose updates the tensors hold, added up; see `HostExchange.period`.
         allocate: on a GPU, function from a number of elements to a new float32 array of zeros there, as which the step
             returns its result; None for an array of Numba.
@@ -48,6 +49,7 @@ class StepInput(NamedTuple):
     blamed: str = ""
     sample: Sequence[np.ndarray] | None = None
     computing: float | None = None
+    preparing: float = 0.0
     steps: int = 1
     allocate: "Callable[[int], Array] | None" = None
     into: Sequence[np.ndarray] | None = None
@@ -164,7 +166,7 @@ class HostExchange(Exchange["Array"]):
     def take(self, step_input: StepInput) -> "Sequence[Array]":
         """Take a step; see `step`. The time since the last step is added to the input, and counted as computing."""
         if self._last_end is not None:
-            computing = self._now() - self._last_end
+            computing = self._now() - self._last_end - step_input.preparing
             step_input = step_input._replace(computing=computing)
             self.count_computing(computing)
         result, into = self.combine(step_input), step_input.into
@@ -172,6 +174,8 @@ class HostExchange(Exchange["Array"]):
             for array, change in zip(into, result, strict=True):
                 np.add(array, np.asarray(change).astype(array.dtype, copy=False), out=array)
             result = into
+        if step_input.preparing:
+            self.add_cost("encoding", step_input.preparing)
         self._last_end = self._now()
         return result
 

@@ -41,15 +41,16 @@ def test_computing_is_the_time_between_two_steps_of_a_run(exchange, monkeypatch)
     assert exchange.telemetry.computing == 5.0
 
 
-def test_writing_a_result_to_the_weights_is_cost_and_not_computing(exchange, monkeypatch):
+def test_preparing_an_exchange_and_writing_its_result_are_cost_and_not_computing(exchange, monkeypatch):
     times = iter([10.0, 12.0, 15.0, 16.0])
     monkeypatch.setattr(exchange, "_now", lambda: next(times))
     exchange.applied()  # before the first step there is no result
     exchange.take(StepInput(TENSORS))
     exchange.applied()
     assert (exchange._cost, exchange.telemetry.decoding) == (2.0, 2.0)
-    exchange.take(StepInput(TENSORS))
-    assert exchange.given.computing == 3.0
+    exchange.take(StepInput(TENSORS, preparing=0.5))
+    assert exchange.given.computing == exchange.telemetry.computing == 2.5
+    assert (exchange._cost, exchange.telemetry.encoding) == (2.5, 0.5)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from hvdx.comm import clock
 from hvdx.comm.alignment import aligned
 from hvdx.comm.host_graph import on_host
 from hvdx.keras.adapters.host import alive, own_zeros
@@ -126,12 +127,15 @@ class HostPeriod(Period):
         exchanges: number of exchanges since the last flush, at most `APART`; the weights are the shared ones before
             `APART` of them.
         moves: False if the script writes weights itself.
+        trusts: True if it has not written them between the first exchange after a flush and the next step.
         shared: shared weights after an exchange, arrays of the shapes and dtypes of the variables.
     """
 
     def __init__(self, variables: Sequence[Variable]):
         super().__init__(variables)
-        self.length, self.steps, self.first_bad, self.exchanges, self.moves = 1, 0, -1, 0, True
+        self.length, self.steps, self.first_bad, self.exchanges = 1, 0, -1, 0
+        self.moves, self.trusts = True, False
+        self._now = clock.timer()
         # Whether `enter` has run since the last step.
         self._entered = False
         # In the memory of TensorFlow, which has often kept as much of it from the initial values of the weights.
@@ -149,7 +153,8 @@ class HostPeriod(Period):
     def settle(self) -> None:
         if self.goes_ahead:
             self._write(tf.raw_ops.DeepCopy(x=shared) for shared in self.shared_tensors())
-            self.exchanges = 0
+        if self.goes_ahead or self.trusts:
+            self.exchanges, self.trusts = 0, False
 
     def stay(self) -> None:
         self.settle()
@@ -165,6 +170,7 @@ class HostPeriod(Period):
             self._write(tf.raw_ops.DeepCopy(x=raw_variable(v)) for v in self.variables)
             self._entered = False
         self.length, self.steps, self.first_bad, self.exchanges = length or self.length, 0, -1, 0
+        self.trusts = False
 
     def resume(self, exchange: HostExchange) -> None:
         """Undo `settle`, if the script does not write weights. Not in a graph.
@@ -244,12 +250,14 @@ class HostPeriod(Period):
             if steps < self.length:
                 self.steps, self.first_bad, self.exchanges = steps, first_bad, 0
                 return
+        begin = self._now()
         if not only:
             self.exchanges = 0
             for update, base in zip(updates, self.shared, strict=True):
                 np.subtract(update, base, out=update)
         changes = [u.astype(np.float32, copy=False) for u in updates]
-        taken = StepInput(changes, sample=sample or None, steps=max(steps, 1), into=self.shared)
+        preparing = 0.0 if only else self._now() - begin
+        taken = StepInput(changes, sample=sample or None, preparing=preparing, steps=max(steps, 1), into=self.shared)
         opened, _ = exchange(first_bad, taken)
         unsent, share = self._unsent(opened)
         for base, rest, update in itertools.zip_longest(self.shared, unsent, updates):
@@ -280,8 +288,10 @@ class HostPeriod(Period):
 
     def _check(self, weights: Sequence[np.ndarray]) -> None:
         """Find out whether the script has written weights since the first exchange after a flush."""
-        if self.exchanges == 1 and not are_equal(weights, self.shared):
-            self.moves, self.exchanges = False, 0
+        if self.exchanges == 1 and not self.trusts:
+            self.trusts = are_equal(weights, self.shared)
+            if not self.trusts:
+                self.moves, self.exchanges = False, 0
 
     def _keep(self, weights: Sequence[np.ndarray]) -> None:
         for base, own in zip(self.shared, weights, strict=True):

@@ -286,14 +286,18 @@ def clip(weight):
     weight.assign(keras.ops.clip(weight, -0.1, 0.1))
 
 
-@pytest.mark.parametrize("where", ["eagerly", "in a graph", "before the step", "a constraint", "once"])
-def test_weights_that_the_script_writes_stay_written_and_the_same_on_all_ranks(where):
+@pytest.mark.parametrize(
+    ("where", "length"),
+    [("eagerly", 1), ("in a graph", 1), ("before the step", 1), ("a constraint", 1), ("once", 1), ("once", 3)],
+)
+def test_weights_that_the_script_writes_stay_written_and_the_same_on_all_ranks(where, length):
     gradients = np.random.default_rng(5).normal(size=(2, 12, 40)).astype(np.float32)
 
     def run(comm):
         weight, optimizer = keras.Variable(np.full(40, 0.5, np.float32)), keras.optimizers.SGD(0.1)
         optimizer.build([weight])
-        adapter = attach(optimizer, hvdx.Threshold(target_density=0.1, warmup="none"), "adapters", comm=comm)
+        strategy = hvdx.Threshold(target_density=0.1, warmup="none", period=length)
+        adapter = attach(optimizer, strategy, "adapters", comm=comm)
         if where == "a constraint":
             weight.constraint = lambda w: keras.ops.clip(w, -0.1, 0.1)
 
@@ -307,18 +311,31 @@ def test_weights_that_the_script_writes_stay_written_and_the_same_on_all_ranks(w
         taken = step if where in ("eagerly", "once") else tf.function(step)
         for number, gradient in enumerate(gradients[comm.rank]):
             taken(tf.constant(gradient))
+            # The second period of three steps is over.
             if where == "once" and number == 6:
-                weight.assign(np.full(40, 5.0))
+                weight.assign(np.full(40, 500.0))
         adapter.flush()
         return weight.numpy()
 
     first, second = on_all(2, run)
     np.testing.assert_array_equal(first, second)
     if where == "once":
-        assert np.abs(first - 5).max() < 24
+        assert np.abs(first - 500).max() < 24
     else:
         # The last update comes after "before the step".
         assert np.abs(first).max() <= (0.1 if where != "before the step" else 0.4)
+
+
+def test_weights_are_compared_with_the_shared_ones_once_after_a_flush(monkeypatch):
+    compared = []
+    monkeypatch.setattr(period, "are_equal", lambda *weights: compared.append(weights) or True)
+
+    def run(comm):
+        _, adapter = steps_of(comm, EveryThird(), constant([1.0] * 10, [3.0] * 10), flush=False)
+        return adapter
+
+    on_all(2, run)
+    assert len(compared) == 2
 
 
 @pytest.mark.parametrize("graph", [False, True])
