@@ -20,6 +20,8 @@ from hvdx.comm.tensors import MismatchError, TensorComm
 from hvdx.errors import ConfigError, ExchangeError
 
 _WIRES = {"fp16": tf.float16, "bf16": tf.bfloat16}
+# Dtypes that are wider.
+_WIDE = (np.float32, np.float64)
 
 
 class HostGraphComm(TensorComm):
@@ -48,6 +50,7 @@ class HostGraphComm(TensorComm):
         self._leaves_host = len(set(comm.hosts)) > 1
         self._overlaps = self._leaves_host and not comm.survives and not comm.any_true(_operations_at_once() == 1)
         self._behind = BucketThread(self._sums_once)
+        self._has_gpu = comm.any_true(bool(tf.config.list_physical_devices("GPU")))
         self._sets: dict[tuple[int, ...], HostGraphComm | None] = {}
 
     def complete(self, work: Callable[[], T]) -> T:
@@ -108,20 +111,20 @@ class HostGraphComm(TensorComm):
             # Read when the exchange runs: ranks may have died since the step was traced.
             return before / self.size if how.average else 1.0
 
-        # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
-        # faster than NumPy.
-        sent = [_narrow(t / before if before != 1.0 else t, how.wire) for t in tensors]
+        sent = [t / before if before != 1.0 else t for t in tensors]
+        # Only half of the bytes leave a GPU that has cast its tensors. On the host all casts would exist at once.
+        wire, sent = ("none", [_narrow(t, how.wire) for t in sent]) if self._has_gpu else (how.wire, sent)
         # Others need no operation: with thousands of variables, each takes seconds to optimise.
         sent = [t if t.shape.rank else tf.reshape(t, [-1]) for t in sent]
         sizes = zip(how.sizes, sent, strict=True) if self._overlaps and how.sizes else ()
         buckets = fill([elements * t.dtype.size for elements, t in sizes])
         marks = name if how.of_step and sent[0].dtype.is_floating else ""
         if len(buckets) > 1:
-            received = in_order(lambda: self._sums_behind(sent, buckets, after, marks))
+            received = in_order(lambda: self._sums_behind(sent, buckets, after, marks, wire))
         else:
 
             def sums(vectors: Sequence[np.ndarray]) -> Sequence[npt.ArrayLike]:
-                found = self._sums(_marked(vectors, marks), after)
+                found = self._sums(_marked(vectors, marks), after, wire)
                 self._check_marks(found[len(vectors) :], after)
                 return ()
 
@@ -130,14 +133,14 @@ class HostGraphComm(TensorComm):
         return [tf.cast(r, t.dtype) for r, t in zip(received, tensors, strict=True)]
 
     def _sums_behind(
-        self, sent: list[tf.Tensor], buckets: list[list[int]], scale: Callable[[], float], marks: str
+        self, sent: list[tf.Tensor], buckets: list[list[int]], scale: Callable[[], float], marks: str, wire: str
     ) -> list[tf.Tensor]:
         """Make operations that sum vectors in buckets, in a thread, while the vectors of other buckets are computed."""
 
         def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
             def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
                 own_marks = marks if number == len(buckets) - 1 else ""
-                self._behind.give(number, _marked(vectors, own_marks), scale())
+                self._behind.give(number, _marked(vectors, own_marks), scale(), wire)
                 return [np.int64(number)]
 
             return work
@@ -175,21 +178,22 @@ class HostGraphComm(TensorComm):
                     "hvdx.keras.combine(value), which is the same on all workers."
                 )
 
-    def _sums(self, vectors: Sequence[np.ndarray], scale: Callable[[], float]) -> Sequence[np.ndarray]:
+    def _sums(self, vectors: Sequence[np.ndarray], scale: Callable[[], float], wire: str) -> Sequence[np.ndarray]:
         """Replace vectors by their sums over the ranks, and return them; the factor is read after each death."""
         if not self.survives:
-            return self._comm.complete(lambda: self._sums_once(vectors, scale()))
+            return self._comm.complete(lambda: self._sums_once(vectors, scale(), wire))
         # After a death, the addends are needed once more.
-        found = self._comm.complete(lambda: self._sums_once([v.copy() for v in vectors], scale()))
+        found = self._comm.complete(lambda: self._sums_once([v.copy() for v in vectors], scale(), wire))
         for vector, total in zip(vectors, found, strict=True):
             vector[...] = total
         return vectors
 
-    def _sums_once(self, vectors: Sequence[np.ndarray], scale: float) -> Sequence[np.ndarray]:
+    def _sums_once(self, vectors: Sequence[np.ndarray], scale: float, wire: str) -> Sequence[np.ndarray]:
         """Replace vectors by their sums over the ranks, with one collective per dtype, and return them."""
         self._renew()
         for dtype in sorted({v.dtype for v in vectors}, key=str):
-            self._dense.add_up([v for v in vectors if v.dtype == dtype], scale, _cast)
+            narrow = _WIRES[wire].as_numpy_dtype if wire in _WIRES and dtype in _WIDE else None
+            self._dense.add_up([v for v in vectors if v.dtype == dtype], scale, _cast, narrow)
         return vectors
 
     def _renew(self) -> None:

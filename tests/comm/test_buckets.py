@@ -87,9 +87,9 @@ def given(monkeypatch):
     """Numbers of the buckets that have been given, in their order."""
     numbers, plain = [], BucketThread.give
 
-    def give(thread, number, vectors, scale):
+    def give(thread, number, vectors, *arguments):
         numbers.append(number)
-        plain(thread, number, vectors, scale)
+        plain(thread, number, vectors, *arguments)
 
     monkeypatch.setattr(BucketThread, "give", give)
     return numbers

@@ -1,5 +1,10 @@
 """Kernels are compiled on all ranks, and rank 0 speaks for them."""
 
+import gc
+
+import pytest
+
+from hvdx.comm.local import virtual_world
 from hvdx.strategies.compiling import prepare_together
 from tests.strategies.virtual import on_all
 
@@ -37,3 +42,29 @@ def test_first_rank_that_cannot_keep_its_kernels_is_named(capfd):
     (line,) = lines(capfd, missing=[], refused=[2, 3])
     assert line.startswith("hvdx: rank 2 cannot keep the compiled kernels")
     assert "no space" in line
+
+
+class Visited(Codec):
+    """Codec that counts the objects which a collection visits while its kernels are loaded."""
+
+    def prepare(self):
+        self.visited, self.frozen = len(gc.get_objects()), gc.get_freeze_count()
+        if self.why:
+            raise OSError(self.why)
+        return ""
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_old_objects_are_no_garbage_while_kernels_are_loaded(own):
+    if own:
+        gc.freeze()
+    before, frozen = len(gc.get_objects()), gc.get_freeze_count()
+    for codec in (Visited(True, ""), Visited(True, "the disk has failed")):
+        try:
+            prepare_together(codec, virtual_world(1)[0], "Threshold")
+        except OSError:
+            assert codec.why
+        assert codec.visited < before / 2 or own
+        assert codec.frozen > before / 2 or codec.frozen == frozen > 0
+        assert gc.get_freeze_count() == frozen
+    gc.unfreeze()
