@@ -48,9 +48,11 @@ class HostGraphComm(TensorComm):
         # Within a host, an exchange takes the cores that compute the other gradients. A rank that died in the middle of
         # a bucket would leave the others at different buckets.
         self._leaves_host = len(set(comm.hosts)) > 1
-        self._overlaps = self._leaves_host and not comm.survives and not comm.any_true(_operations_at_once() == 1)
+        # A rank that takes the place of a dead one would be alone with these questions.
+        asks = self._leaves_host and not comm.survives
+        self._overlaps = asks and not comm.any_true(_operations_at_once() == 1)
+        self._has_gpu = asks and comm.any_true(bool(tf.config.list_physical_devices("GPU")))
         self._behind = BucketThread(self._sums_once)
-        self._has_gpu = comm.any_true(bool(tf.config.list_physical_devices("GPU")))
         self._sets: dict[tuple[int, ...], HostGraphComm | None] = {}
 
     def complete(self, work: Callable[[], T]) -> T:
