@@ -44,7 +44,7 @@ class BucketThread:
     So all ranks have one order. A step gives each bucket once, and takes the sums of all.
 
     Args:
-        sums: collective function from the vectors of a bucket, and further arguments, to their sums.
+        sums: collective function from the vectors of a bucket and a factor to their sums.
 
     Example:
         >>> thread = BucketThread(lambda vectors, scale: [scale * v for v in vectors])
@@ -55,23 +55,23 @@ class BucketThread:
         >>> thread.close()
     """
 
-    def __init__(self, sums: Callable[..., Sequence[np.ndarray]]):
+    def __init__(self, sums: Callable[[Sequence[np.ndarray], float], Sequence[np.ndarray]]):
         self._sums = sums
         self._changed = threading.Condition()
-        self._given: dict[int, tuple[Sequence[np.ndarray], tuple[object, ...]]] = {}
+        self._given: dict[int, tuple[Sequence[np.ndarray], float]] = {}
         self._seen: set[int] = set()
         self._done: list[Sequence[np.ndarray]] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def give(self, number: int, vectors: Sequence[np.ndarray], *arguments: object) -> None:
+    def give(self, number: int, vectors: Sequence[np.ndarray], scale: float) -> None:
         """Hand over a bucket, without waiting.
 
         Args:
             number: number of the bucket in its step, from 0.
             vectors: contiguous floats[any] each; they must not change before `take` returns.
-            arguments: further arguments of `sums`.
+            scale: factor on the sums.
 
         Raises:
             ExchangeError: if the bucket was given already, because the last step was interrupted.
@@ -83,7 +83,7 @@ class BucketThread:
                     "agree on the next one. Do: start the job again."
                 )
             self._seen.add(number)
-            self._given[number] = vectors, arguments
+            self._given[number] = vectors, scale
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hvdx all-reduce", daemon=True)
                 self._thread.start()
@@ -119,9 +119,9 @@ class BucketThread:
                 self._changed.wait_for(lambda: self._closed or len(self._done) in self._given)
                 if self._closed:
                     return
-                vectors, arguments = self._given.pop(len(self._done))
+                vectors, scale = self._given.pop(len(self._done))
             try:
-                sums = self._sums(vectors, *arguments)
+                sums = self._sums(vectors, scale)
             except BaseException as error:
                 with self._changed:
                     self._error = error

@@ -9,10 +9,8 @@ sums replace the vectors. The buffers hold a few blocks, whatever the size of th
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from hvdx.comm.base import Cast, Channel, Comm, add_in_order
 
@@ -50,7 +48,7 @@ class DenseSums:
 
     Elements are added in rank order, within each host first and then in the order of the hosts, in float32, or in
     float64 if that is their dtype. With several ranks on each of several hosts, the sum of a host is rounded to the
-    dtype on the network.
+    dtype of the vectors.
 
     Args:
         comm: communicator on the host, with channels.
@@ -78,16 +76,13 @@ class DenseSums:
         self._shared: list[np.ndarray] = []
         self._capacity = self._turn = 0
 
-    def add_up(
-        self, arrays: Sequence[np.ndarray], scale: float, cast: Cast, narrow: npt.DTypeLike | None = None
-    ) -> None:
+    def add_up(self, arrays: Sequence[np.ndarray], scale: float, cast: Cast) -> None:
         """Replace some arrays of one dtype by their sums over the ranks. Collective.
 
         Args:
             arrays: contiguous floats of any shapes, of the same sizes and dtype on all ranks, in memory of their own.
             scale: factor on the sum.
             cast: see `Channel.sum_in_order`.
-            narrow: dtype on the network between hosts; None for that of the arrays.
 
         Raises:
             ExchangeError: if ranks do not join within the time limit.
@@ -99,16 +94,12 @@ class DenseSums:
             self._share(needed)
         if self._local is not None:
             blocks = _blocks(sizes, self._block // itemsize)
-            between = None if self._between is None else _Narrow(self._between, narrow, cast)
-            self._add_up_in_memory(
-                self._local, [self._staged(vectors, block) for block in blocks], scale, cast, between
-            )
+            self._add_up_in_memory(self._local, [self._staged(vectors, block) for block in blocks], scale, cast)
             return
-        everyone = _Narrow(self.everyone, narrow, cast)
         for block in _blocks(sizes, self._block // itemsize, _APART // itemsize):
             parts = [vectors[i][low:high] for i, low, high in block]
             flat = parts[0] if len(parts) == 1 else self._joined(parts)
-            everyone.sum(flat, scale)
+            self.everyone.sum_in_order(flat, scale, cast)
             if len(parts) > 1:
                 _divide(flat, parts)
 
@@ -134,16 +125,14 @@ class DenseSums:
         if self._comm.any_true(shared is None):
             self._local, self._shared = None, []
 
-    def _add_up_in_memory(
-        self, local: Channel, blocks: "Sequence[_Staged]", scale: float, cast: Cast, between: "_Narrow | None"
-    ) -> None:
+    def _add_up_in_memory(self, local: Channel, blocks: "Sequence[_Staged]", scale: float, cast: Cast) -> None:
         # Between two meetings no rank reads what another one writes: there the blocks have three different slots. After
         # the last meeting the ranks only read; the slot is written again after two more, by this sum or the next.
         for stage in range(len(blocks) + 2):
             if stage < len(blocks):
                 blocks[stage].write()
             if 1 <= stage <= len(blocks):
-                blocks[stage - 1].add_up(scale, cast, between)
+                blocks[stage - 1].add_up(scale, cast, self._between)
             if stage >= 2:
                 blocks[stage - 2].read()
             if stage <= len(blocks):
@@ -157,28 +146,6 @@ class DenseSums:
         size = sum(high - low for _, low, high in block)
         slots = [array[begin : begin + size * dtype.itemsize].view(dtype) for array in self._shared]
         return _Staged(vectors, block, slots, self._local.rank)
-
-
-@dataclass(frozen=True)
-class _Narrow:
-    """Channel on which vectors have another dtype.
-
-    Attributes:
-        channel: the channel.
-        dtype: dtype of what is sent; None for that of the vectors.
-        cast: see `Channel.sum_in_order`.
-    """
-
-    channel: Channel
-    dtype: npt.DTypeLike | None
-    cast: Cast
-
-    def sum(self, vector: np.ndarray, scale: float) -> None:
-        """Replace a vector by its sum over the ranks, see `Channel.sum_in_order`."""
-        sent = vector if self.dtype is None else self.cast(vector, np.dtype(self.dtype))
-        self.channel.sum_in_order(sent, scale, self.cast)
-        if sent is not vector:
-            vector[:] = self.cast(sent, vector.dtype)
 
 
 class _Staged:
@@ -219,7 +186,7 @@ class _Staged:
         if not self._stays:
             _join(self._own, mine[self._begin : self._end])
 
-    def add_up(self, scale: float, cast: Cast, between: "_Narrow | None") -> None:
+    def add_up(self, scale: float, cast: Cast, between: Channel | None) -> None:
         """Add up this rank's piece, over the hosts too if there is a channel between them."""
         total = self._slots[0]
         chunk = _CHUNK if total.itemsize >= 4 else _CAST_CHUNK
@@ -233,7 +200,7 @@ class _Staged:
                 add_in_order(addends, total[begin : begin + size], scale, cast)
                 begin += size
         if between is not None:
-            between.sum(total[self._begin : self._end], 1.0)
+            between.sum_in_order(total[self._begin : self._end], 1.0, cast)
         # Here, since it is in the cache now.
         _divide(total[self._begin : self._end], self._own)
 

@@ -271,10 +271,10 @@ class Situation:
             return 0.0
         if self.engine != "mpi":
             return min(itemsize * elements, _FUSION)
-        # The sums replace the tensors, in blocks. A narrow block and what comes back are copies.
+        # The sums replace the tensors, in blocks; narrow ones are copies of the tensors.
         here = min(self.workers, self.per_host)
-        staging = staging_bytes(int(4 * elements), here, self.workers > here)
-        return staging * (2.5 if itemsize < 4 else 1.0)
+        staging = staging_bytes(int(itemsize * elements), here, self.workers > here)
+        return staging + (itemsize * elements if itemsize < 4 else 0.0)
 
     def prediction(
         self,

@@ -87,7 +87,7 @@ def compare(options: argparse.Namespace) -> int:
         ("peak GB: start, steps, end of an epoch", lambda row: ", ".join(f"{v:.2f}" for v in row["GB"])),
         harness.figure("more than alone, GB", "more_GB", ".2f"),
         harness.figure("first step, s", "first_s", ".1f"),
-        harness.figure("a step, s", "step_s", ".3f"),
+        harness.figure("later steps, s", "step_s", ".3f"),
         harness.figure("MB sent a step", "step_MB", ".3g"),
     ]
     cases = [{"strategy": name} for name in options.strategies]

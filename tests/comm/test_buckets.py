@@ -87,9 +87,9 @@ def given(monkeypatch):
     """Numbers of the buckets that have been given, in their order."""
     numbers, plain = [], BucketThread.give
 
-    def give(thread, number, vectors, *arguments):
+    def give(thread, number, vectors, scale):
         numbers.append(number)
-        plain(thread, number, vectors, *arguments)
+        plain(thread, number, vectors, scale)
 
     monkeypatch.setattr(BucketThread, "give", give)
     return numbers
