@@ -111,7 +111,7 @@ class HostGraphComm(TensorComm):
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
         # faster than NumPy.
         sent = [_narrow(t / before if before != 1.0 else t, how.wire) for t in tensors]
-        # Others need no operation: with thousands of variables, each takes seconds to optimise.
+        # Only a scalar needs a dimension; `DenseSums` takes arrays of any other shape.
         sent = [t if t.shape.rank else tf.reshape(t, [-1]) for t in sent]
         sizes = zip(how.sizes, sent, strict=True) if self._overlaps and how.sizes else ()
         buckets = fill([elements * t.dtype.size for elements, t in sizes])

@@ -151,11 +151,17 @@ def usable_memory() -> int:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0
+    limit = _container_memory()
+    return total if limit is None else min(total, limit)
+
+
+def _container_memory() -> int | None:
+    """Return the limit of the container's memory in bytes; None if there is none."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
+        return None
+    return int(limit) if limit.isdecimal() else None
 
 
 def free_memory() -> int | None:
@@ -164,16 +170,16 @@ def free_memory() -> int | None:
         available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
         return None
-    free = None if available is None else 1024 * int(available[1])
+    free, limit = None if available is None else 1024 * int(available[1]), _container_memory()
+    if limit is None:
+        return free
     try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         counts = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
     except OSError:
         return free
-    if not limit.isdecimal():
-        return free
     # The container's limit counts the files that it has read and written, which the kernel drops when it needs memory.
-    own = int(limit) - int(used) + int(counts["file"]) - int(counts["shmem"])
+    own = limit - used + int(counts["file"]) - int(counts["shmem"])
     return own if free is None else min(own, free)
 
 

@@ -134,9 +134,9 @@ def test_graph_runs_collectives_in_program_order():
     variables = [tf.Variable(0.0) for _ in range(7)]
     plain = comm._dense.add_up
 
-    def record(vectors, *how):
+    def record(vectors, scale, cast):
         sizes.append(sum(v.size for v in vectors))
-        return plain(vectors, *how)
+        return plain(vectors, scale, cast)
 
     comm._dense.add_up = record
 
@@ -221,9 +221,9 @@ def test_computed_gradients_are_summed_where_they_are():
     def address(array):
         return np.int64(array.__array_interface__["data"][0])
 
-    def record(vectors, *how):
+    def record(vectors, scale, cast):
         summed.append(address(vectors[0]))
-        return add_up(vectors, *how)
+        return add_up(vectors, scale, cast)
 
     comm._dense.add_up = record
 

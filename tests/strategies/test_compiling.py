@@ -56,7 +56,7 @@ class Visited(Codec):
 
 @pytest.fixture(params=[False, True])
 def own(request):
-    """Whether the script has frozen objects itself."""
+    """True if the script has called `gc.freeze`."""
     before = gc.get_freeze_count()
     gc.unfreeze()
     if request.param:

@@ -278,7 +278,7 @@ class HostPeriod(Period):
         Args:
             sample, exchange: see `advance`.
         """
-        # Operations outside a graph would copy what they take and what they return.
+        # An eager operation copies its inputs and its results.
         memory = [own_zeros(base.size, "CPU:0", base.dtype) for base in self.shared]
         weights = [_writable(m).reshape(base.shape) for m, base in zip(memory, self.shared, strict=True)]
         for own, variable in zip(weights, self.variables, strict=True):

@@ -71,7 +71,7 @@ class Snapshot:
 
     @property
     def own(self) -> dict[str, Variable | np.ndarray]:
-        """What is in this rank's file."""
+        """The contents of this rank's file, by name."""
         return self.mine | self.parts
 
 

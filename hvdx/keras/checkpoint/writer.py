@@ -45,8 +45,8 @@ class Writer:
     """Writer of the checkpoints of one folder, in a thread beside the training.
 
     While the files are written the ranks exchange no messages: rank 0 polls the folder until the files of all ranks
-    exist. Each rank keeps memory for one copy of what it writes; if a host has no room for the copies of its ranks, the
-    training waits while they write.
+    exist. Each rank keeps memory for one copy of its arrays. If a host has too little memory for its ranks' copies,
+    training waits until they are written.
 
     Args:
         folder: folder of the checkpoints.
@@ -119,7 +119,7 @@ class Writer:
     def _agree(self, values: Mapping[str, Variable | np.ndarray]) -> tuple[str, int]:
         """Return the checkpoint's token, and the bytes that the ranks of this host need for their copies."""
         comm, kept = self._folder.comm, sum(copy.nbytes for copy in self._copies.values())
-        mine = uuid.uuid4().hex[:8], comm.hosts[comm.rank], sum(map(_bytes_of, values.values())) - kept
+        mine = uuid.uuid4().hex[:8], comm.hosts[comm.rank], sum(map(bytes_of, values.values())) - kept
         everyone = all_gather_at(comm, self._place, mine)
         return everyone[0][0], sum(needed for _, host, needed in everyone if host == mine[1])
 
@@ -264,10 +264,6 @@ class Writer:
             (self._partial / f"rank-{self._place_of_rank[0]}.failed").write_text(one_line(error))
         except OSError:
             return
-
-
-def _bytes_of(value: Variable | np.ndarray) -> int:
-    return value.nbytes if isinstance(value, np.ndarray) else bytes_of(value)
 
 
 def wait_for_all() -> None:
