@@ -1,6 +1,6 @@
 """Decentralised training with compressed updates, at any number of ranks."""
 
-# Tests: hvdx/keras/adapters/host.py, hvdx/keras/adapters/updates.py, hvdx/keras/adapters/weights.py
+# Tests: hvdx/keras/adapters/host.py, hvdx/keras/adapters/weights.py
 
 import json
 import time

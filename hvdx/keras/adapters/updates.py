@@ -127,7 +127,7 @@ def _divert_updates(
         if method == "assign":
             total[i] = _dense(value) - tf.convert_to_tensor(variables[i])
             return
-        delta = value if method == "assign_add" else with_values(value, -values_of(value))
+        delta = value if method == "assign_add" else with_values(value, _negative(values_of(value)))
         total[i] = delta if before is None else _dense(before) + _dense(delta)
 
     restore = divert_assignments(optimizer, variables, record)
@@ -136,6 +136,23 @@ def _divert_updates(
     finally:
         restore()
     return [tf.zeros(v.shape, v.dtype) if t is None else t for t, v in zip(total, variables, strict=True)]
+
+
+def _negative(value: tf.Tensor) -> tf.Tensor:
+    """Return the negative of a tensor, without a pass over it if a graph has made it by a scalar factor.
+
+    The sign of a factor changes no other bit of a product or a quotient. `SGD` subtracts `gradient * rate`, and `Adam`
+    `m * alpha / (sqrt(v) + epsilon)`.
+    """
+    kind = "" if tf.executing_eagerly() else value.op.type
+    if kind not in ("Mul", "RealDiv") or not value.shape.rank:
+        return -value
+    first, second = value.op.inputs
+    if kind == "RealDiv":
+        return _negative(first) / second
+    if second.shape.rank == 0:
+        return first * -second
+    return -first * second if first.shape.rank == 0 else -value
 
 
 def _measure_updates(step: Callable[[], object], variables: Sequence[Variable]) -> list[Gradient]:
