@@ -4,13 +4,15 @@
     python jobs/benchmarks/memory.py --network table
     python jobs/benchmarks/memory.py --network samples --strategies "one process" AllReduce
     python jobs/benchmarks/memory.py --network encoder --hosts 2 --bandwidth 1gbit --pause 300 --steps 20
+    python jobs/benchmarks/memory.py --network resnet --batch 4 --hosts 2,4 --bandwidth 1gbit,10gbit --pause 300
 
 One process trains a network in plain Keras, and two workers train it under each strategy, each in new processes. The
 network has one dense layer of nearly all weights ("wide"), many dense layers of 4,096 units ("layers"), or a table of
 which a batch reads some rows ("table"), or it is small, and the samples are large ("samples"). Three networks have many
 variables, and a size of their own: Keras' ResNet50V2 ("resnet", 174, 94 MB), an encoder of the size of BERT-base
-("encoder", 198, 435 MB) and dense layers of 16 units ("narrow", 402). With several --hosts, there is one worker on each
-of so many emulated hosts, and with --pause the gradients of a step take so long at least, as on an accelerator.
+("encoder", 198, 435 MB) and dense layers of 16 units ("narrow", 402). With several --hosts, there is one worker of one
+thread on each of so many emulated hosts, and with --pause the gradients of a step take so long at least, as on an
+accelerator.
 Memory is the peak resident size of a rank, the largest of the ranks, in each phase: from its start to the end of the
 first step, in later steps, and at the end of an epoch. The time of a step is the mean of the second epoch, without its
 first step.
@@ -39,7 +41,7 @@ STRATEGIES = {
     "Threshold, Adam": ("threshold", "adam"),
 }
 PHASES = ("start", "steps", "end of an epoch")
-_EPOCHS, _BATCH, _UNITS, _WIDTH, _IMAGE = 2, 16, 4096, 64, (64, 64, 3)
+_EPOCHS, _UNITS, _WIDTH, _IMAGE = 2, 4096, 64, (64, 64, 3)
 # BERT-base: vocabulary, width, blocks, heads; and tokens of a sample, few, since cores compute.
 _VOCABULARY, _HIDDEN, _BLOCKS, _HEADS, _TOKENS = 30_522, 768, 12, 12, 4
 
@@ -54,8 +56,14 @@ def main(argv: list[str] | None = None) -> int:
         default="wide",
         help="network that is trained",
     )
-    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="number of emulated hosts; 1: no emulation")
-    parser.add_argument("--bandwidth", default="1gbit", metavar="RATE", help="bandwidth of their links")
+    numbers, words = harness.several(int), harness.several(str)
+    parser.add_argument(
+        "--hosts", type=numbers, default="1", metavar="N,N,...", help="numbers of emulated hosts; 1: no emulation"
+    )
+    parser.add_argument(
+        "--bandwidth", type=words, default="1gbit", metavar="RATE,RATE,...", help="bandwidths of their links"
+    )
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="samples of a step on each worker")
     parser.add_argument("--pause", type=float, default=0.0, metavar="MS", help="time that gradients take at least")
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="number of steps in each of two epochs")
     parser.add_argument(
@@ -67,17 +75,16 @@ def main(argv: list[str] | None = None) -> int:
 def compare(options: argparse.Namespace) -> int:
     """Measure every strategy, and print the table."""
     alone: dict[str, harness.Row] = {}
-    shared = {"megabytes": options.megabytes, "network": options.network}
-    links = {"hosts": options.hosts, "bandwidth": options.bandwidth, "pause": options.pause}
-    links = links if options.hosts > 1 else {}
+    shared = {"megabytes": options.megabytes, "network": options.network, "pause": options.pause}
+    shared |= {"batch": options.batch}
+    apart = options.hosts != [1]
 
     def measure(case: harness.Row) -> harness.Row:
         spelling, optimizer = STRATEGIES[case["strategy"]]
-        setting = {"spelling": spelling, "optimizer": optimizer}
-        setting |= {"pause": options.pause, "steps": options.steps} | shared
-        apart = spelling and options.hosts > 1
-        where = (options.hosts, options.bandwidth) if apart else (2 if spelling else 1,)
-        ranks = harness.launch(__file__, setting, *where).ranks
+        setting = {"spelling": spelling, "optimizer": optimizer, "steps": options.steps} | shared
+        where = (case["hosts"], case["bandwidth"]) if apart and spelling else (2 if spelling else 1,)
+        one_thread = {"TF_NUM_INTRAOP_THREADS": "1"} if apart else {}
+        ranks = harness.launch(__file__, setting, *where, env=one_thread).ranks
         figures = ranks[0] | {"GB": [max(peaks) for peaks in zip(*(rank["GB"] for rank in ranks), strict=True)]}
         beside = alone.setdefault(optimizer, figures)
         return figures | {"more_GB": max(figures["GB"]) - max(beside["GB"])}
@@ -85,13 +92,18 @@ def compare(options: argparse.Namespace) -> int:
     columns = [
         ("strategy", lambda row: row["strategy"]),
         ("peak GB: start, steps, end of an epoch", lambda row: ", ".join(f"{v:.2f}" for v in row["GB"])),
+        *([("hosts, bandwidth", lambda row: f"{row['hosts']}, {row['bandwidth']}")] if apart else []),
         harness.figure("more than alone, GB", "more_GB", ".2f"),
         harness.figure("first step, s", "first_s", ".1f"),
         harness.figure("later steps, s", "step_s", ".3f"),
         harness.figure("MB sent a step", "step_MB", ".3g"),
     ]
     cases = [{"strategy": name} for name in options.strategies]
-    harness.run_cases(options.json, cases, measure, columns, shared | links)
+    if apart:
+        here = [case | {"hosts": 1, "bandwidth": "none"} for case in cases if not STRATEGIES[case["strategy"]][0]]
+        there = itertools.product(harness.networks(options.hosts, options.bandwidth), cases)
+        cases = here + [case | link for link, case in there if STRATEGIES[case["strategy"]][0]]
+    harness.run_cases(options.json, cases, measure, columns, shared)
     return 0
 
 
@@ -110,15 +122,15 @@ def train(setting: argparse.Namespace) -> harness.Row:
     begun = time.perf_counter()
     if setting.pause:
         model = paced(model, lambda: time.sleep(max(0.0, begun + setting.pause / 1e3 - time.perf_counter())))
-    count = round(setting.megabytes * 1e6 / 4 / _UNITS) if setting.network == "samples" else _BATCH
+    count = round(setting.megabytes * 1e6 / 4 / _UNITS) if setting.network == "samples" else setting.batch
     values = np.random.default_rng(0).random((count, *inputs.shape), np.float32)
     values = (values * 1000).astype(np.int32) if inputs.dtype == "int32" else values
     data: Any = values, np.zeros((count, 1), np.float32)
     if setting.network != "samples":
         data = tf.data.Dataset.from_tensors(data).repeat()
     elif setting.spelling:
-        data = hvdx.shard(data, _BATCH)
-    passed = {"x": data[0], "y": data[1], "batch_size": _BATCH} if isinstance(data, tuple) else {"x": data}
+        data = hvdx.shard(data, setting.batch)
+    passed = {"x": data[0], "y": data[1], "batch_size": setting.batch} if isinstance(data, tuple) else {"x": data}
     ends: list[float] = []
     peaks, begin = [0.0] * len(PHASES), time.perf_counter()
 

@@ -151,12 +151,13 @@ class HostAdapter(Adapter):
             combined = self._call([tf.convert_to_tensor(g) for g in gradients], -1, self.variables)
             return [scaled(tf.cast(c, g.dtype), self.gain) for c, g in zip(combined, gradients, strict=True)]
         # NaN or infinity in a gradient makes its sum non-finite, so one pass over the gradients finds it.
-        sums = [tf.reduce_sum(tf.cast(values_of(g), tf.float32)) for g in gradients]
+        sums = _sums([values_of(g) for g in gradients])
         bad = tf.cast(tf.logical_not(tf.math.is_finite(tf.stack(sums))), tf.int32)
         self._first_bad = tf.where(tf.reduce_max(bad) > 0, tf.argmax(bad, output_type=tf.int32), -1)
         # NaN would stay in the momenta of this rank's optimiser.
         usable = _usable(sums, gradients, self.variables)
-        clean = [_if_usable(fine, values_of(g)) for fine, g in zip(usable, gradients, strict=True)]
+        zeros = {dtype: tf.zeros((), dtype) for dtype in {g.dtype for g in gradients}}
+        clean = [_if_usable(fine, values_of(g), zeros[g.dtype]) for fine, g in zip(usable, gradients, strict=True)]
         self._gradients = [scaled(with_values(g, c), self.gain) for g, c in zip(gradients, clean, strict=True)]
         return self._gradients
 
@@ -420,6 +421,14 @@ def _split(flat: tf.Tensor, variables: Sequence[Variable]) -> list[tf.Tensor]:
         return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]
 
 
+def _sums(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the sum of each tensor, a float32 scalar, with one constant for all tensors of a rank."""
+    ranks = {t.shape.rank for t in tensors} - {None}
+    axes = {rank: tf.constant([*range(rank)], tf.int32) for rank in ranks}
+    casts = [tf.cast(t, tf.float32) for t in tensors]
+    return [tf.reduce_sum(c, axes.get(c.shape.rank)) for c in casts]
+
+
 def _usable(sums: Sequence[tf.Tensor], gradients: Sequence[Gradient], variables: Sequence[Variable]) -> list[tf.Tensor]:
     """Return for each gradient whether the optimiser may use it, a bool scalar.
 
@@ -434,14 +443,16 @@ def _usable(sums: Sequence[tf.Tensor], gradients: Sequence[Gradient], variables:
     return [tf.math.is_finite(total) if alone else together for total, alone in zip(sums, large, strict=True)]
 
 
-def _if_usable(fine: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+def _if_usable(fine: tf.Tensor, values: tf.Tensor, zero: tf.Tensor) -> tf.Tensor:
     """Return a gradient, or zeros in its place if the optimiser may not use it.
 
-    `tf.cond` becomes these operations when the graph runs, but it traces two functions for each gradient: the first
-    step of 402 variables took 5 s longer.
+    Small gradients are copied, by one operation. `tf.cond` becomes the operations for large ones when the graph runs,
+    but it traces two functions for each gradient: the first step of 402 variables took 5 s longer.
     """
     if tf.executing_eagerly():
         return values if fine else tf.zeros_like(values)
+    if (values.shape.num_elements() or _LARGE) < _LARGE:
+        return tf.raw_ops.SelectV2(condition=fine, t=values, e=zero)
     bad, good = tf.raw_ops.Switch(data=values, pred=fine)
     # `fine` is 0 there. Zeros that do not depend on it would become a constant, which has the gradient's size as long
     # as the model trains.
