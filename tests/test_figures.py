@@ -367,6 +367,12 @@ def split_memory(document: Row) -> list[Row]:
     return with_figures(document["rows"], relative=lambda row: row["resident"] / one)
 
 
+def at_sizes(document: Row) -> list[Row]:
+    alone = {row["hosts"]: row["step_s"] for row in document["rows"] if row["bandwidth"] == "none"}
+    found = with_figures(document["rows"], relative=lambda row: row["step_s"] / alone[row["hosts"]])
+    return with_figures(found, peak=lambda row: max(row["GB"]))
+
+
 # -- which table has which figures ------------------------------------------------------------------------------------
 
 STRATEGIES = {
@@ -406,6 +412,10 @@ benchmarks/README.md memory.json rows
 1 GB of weights | start | steps | end of an epoch | more | first step, s | later steps, s
 strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s
 
+benchmarks/README.md kernels-110m.json kernels
+density | threads | np.add, GB/s | encode | lookahead 3 | NumPy | 5000 arrays | decode 4 | both | memory
+density | threads | add_bytes_per_second*1e-9 | encode | ahead | numpy | arrays_per_one | decode | step_per_add | extra*100
+
 benchmarks/README.md memory-table.json rows
 table of 1 GB | start | steps | end of an epoch | more | first step, s | later steps, s
 strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s
@@ -420,10 +430,6 @@ strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s
 
 benchmarks/README.md memory-440.json rows
 470 MB between hosts | start | steps | end of an epoch | more | first step, s | later steps, s | MB sent a step
-strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s | step_MB
-
-benchmarks/README.md memory-encoder.json rows
-an encoder between hosts | start | steps | end of an epoch | more | first step, s | later steps, s | MB sent a step
 strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s | step_s | step_MB
 
 benchmarks/README.md density.json densities
@@ -553,6 +559,18 @@ a worker dies at | what the others do | exit code, rank 0 | to the end | exit co
 split-layers.md split.json split
 training | ms a step | / AllReduce | layers send | the strategy sends | formula | on the link, without headers | / formula
 - | milliseconds | relative | layers_sent | strategy_sent | formula | payload | carried
+
+scaling.md memory-resnet-hosts.json at_sizes
+workers | link | strategy | ms a step | / one worker | MB sent a step | GB | first step, s
+hosts | bandwidth | strategy | step_s*1000 | relative | step_MB | peak | first_s
+
+scaling.md memory-encoder.json at_sizes
+workers | link | strategy | ms a step | / one worker | MB sent a step | GB | first step, s
+hosts | bandwidth | strategy | step_s*1000 | relative | step_MB | peak | first_s
+
+scaling.md memory-table-hosts.json at_sizes
+workers | link | strategy | ms a step | / one worker | MB sent a step | GB | first step, s
+hosts | bandwidth | strategy | step_s*1000 | relative | step_MB | peak | first_s
 
 split-layers.md split-memory.json split_memory
 workers in the group | weights and momenta, counted | resident memory | / one worker

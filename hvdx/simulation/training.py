@@ -348,7 +348,7 @@ def _with_weights(strategy: Strategy, tensors: int) -> _Step:
         if since >= period:
             since, share = 0, np.float32(1.0)
             own = [t * share for t in [*replica.weights, *replica.slots][:tensors]]
-            replica.assign(exchange.step(own, {np.dtype(np.float32): share}))
+            replica.assign(exchange.mean(own, {np.dtype(np.float32): share}))
         mine.count_work()
 
     return step

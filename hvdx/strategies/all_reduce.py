@@ -10,7 +10,7 @@ from hvdx.costs.model import Situation, added
 from hvdx.costs.sizes import ring_bytes
 from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Exchange, Finite, Strategy, TensorSpec, one_of
+from hvdx.strategies.base import Exchange, Strategy, TensorSpec, one_of
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]
@@ -117,11 +117,9 @@ class AllReduce(Strategy):
         return situation.prediction(terms, ring_bytes(itemsize * whole, situation.workers) + gathered, buffers)
 
     def open(self, comm: Comm, specs: Sequence[TensorSpec], name: str = "") -> "AllReduceExchange":
-        # The gradients of embeddings are counted as dense.
-        payload = sum(s.elements * (s.itemsize if self.compression == "none" else 2) for s in specs)
         graph = cast(GraphComm, comm)  # strategies in the graph are given one
         how = replace(self._how, sizes=tuple(s.elements for s in specs)) if self.groups == 1 else self._how
-        return AllReduceExchange(graph, how, name, ring_bytes(payload, comm.size))
+        return AllReduceExchange(graph, how, name, specs)
 
 
 class AllReduceExchange(Exchange[Tensor]):
@@ -131,11 +129,17 @@ class AllReduceExchange(Exchange[Tensor]):
         comm: the ranks.
         how: reduction.
         name: prefix of the names of the collectives.
-        sent: bytes that this rank sends in a step.
+        specs: the gradients.
     """
 
-    def __init__(self, comm: GraphComm, how: Reduction, name: str, sent: int):
-        self._comm, self._how, self._name, self.sent = comm, how, name, sent
+    def __init__(self, comm: GraphComm, how: Reduction, name: str, specs: Sequence[TensorSpec]):
+        self._comm, self._how, self._name = comm, how, name
+        narrow = None if how.wire == "none" else 2
+        self._bytes = [s.elements * (narrow or s.itemsize) for s in specs]
+        self.row_itemsize = 0 if how.sparse == "dense" else narrow
+        self.sent = ring_bytes(sum(self._bytes), comm.size)
 
-    def step(self, tensors: Sequence[Tensor], finite: Finite = True) -> list[Tensor]:
+    def step(self, tensors: Sequence[Tensor], finite: bool = True) -> list[Tensor]:
+        in_rows = [i for i, t in enumerate(tensors) if self.row_itemsize != 0 and hasattr(t, "indices")]
+        self.sent = ring_bytes(sum(self._bytes) - sum(self._bytes[i] for i in in_rows), self._comm.size)
         return self._comm.all_reduce(tensors, self._how, self._name)

@@ -22,8 +22,6 @@ EACH_STEP: Schedule = ((0, 1),)
 SecondMoments = Literal["mean", "own"]
 #: Factor of a rank in a mean of weights, by dtype of the weights.
 Weights = Mapping[DType, Tensor]
-#: Second argument of `Exchange.step`; of split layers a pair: for whole weights, and for parts.
-Finite = bool | Tensor | Weights | tuple[Weights, Weights]
 T = TypeVar("T")
 
 
@@ -282,21 +280,24 @@ class Exchange(abc.ABC, Generic[T]):
     """Exchange of one optimiser, with its state from step to step; T is the type of its tensors.
 
     Attributes:
-        sent: bytes that this rank sends in each exchange, for exchanges in the graph, which cannot count them.
+        sent: bytes that this rank sends in each exchange, for exchanges in the graph, which cannot count them; without
+            rows, whose number the graph computes.
+        row_itemsize: bytes of an element of rows that travel in place of a whole tensor; None for those of its dtype, 0
+            if no rows travel.
     """
 
     sent: int = 0
+    row_itemsize: int | None = 0
 
     @abc.abstractmethod
-    def step(self, tensors: Sequence[T], finite: Finite = True) -> Sequence[T]:
+    def step(self, tensors: Sequence[T], finite: bool = True) -> Sequence[T]:
         """Combine this rank's tensors with those of the others. Collective, unless the strategy is asynchronous.
 
         Args:
             tensors: tensors in the order of the specs. On the host: contiguous arrays, float32 (weights also float64).
                 In the graph: `tf.Tensor`, or for gradients also `tf.IndexedSlices`.
             finite: False if this rank's gradients held NaN or infinity. All ranks then skip the step; if the exchange
-                is not collective, only this rank skips it. An exchange of weights in the graph receives this rank's
-                factor in the mean in this place: a mapping from each dtype of the tensors to a scalar.
+                is not collective, only this rank skips it.
 
         Returns:
             The tensors that the optimiser uses instead; for collective exchanges the same bits on every rank. On the

@@ -10,7 +10,7 @@ from hvdx.comm import clock
 from hvdx.costs.types import Link
 from hvdx.errors import HvdxError
 from hvdx.log import Log
-from hvdx.strategies.base import Exchange, Finite, TensorSpec
+from hvdx.strategies.base import Exchange, TensorSpec
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class HostExchange(Exchange["Array"]):
         An exchange that adds its result to `StepInput.into` itself returns that; `take` adds any other result.
         """
 
-    def step(self, tensors: "Sequence[Array]", finite: Finite = True) -> "Sequence[Array]":
+    def step(self, tensors: "Sequence[Array]", finite: bool = True) -> "Sequence[Array]":
         return self.take(StepInput(tensors, bool(finite)))
 
     def take(self, step_input: StepInput) -> "Sequence[Array]":

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast, get_args
 
 from hvdx.comm import Comm, GraphComm
@@ -11,7 +11,7 @@ from hvdx.costs.model import Situation
 from hvdx.costs.sizes import ring_bytes
 from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Exchange, Finite, Schedule, Strategy, TensorSpec, agree_on_steps, one_of
+from hvdx.strategies.base import Exchange, Schedule, Strategy, TensorSpec, Weights, agree_on_steps, one_of
 
 _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
 # Most bytes of a worker's shares of the mean at a time: variables of up to 4 MB together, 0.11 GB in BERT-base.
@@ -107,8 +107,12 @@ class AveragingExchange(Exchange[Tensor]):
         self.elements = sum(s.elements for s in specs)
         self.sent = ring_bytes(sum(s.elements * s.itemsize for s in specs), comm.size)
 
-    def step(self, tensors: Sequence[Tensor], weights: Finite = True, name: str = "") -> list[Tensor]:
-        """Return the weighted means over the ranks, of all tensors or of some.
+    def step(self, tensors: Sequence[Tensor], finite: bool = True) -> list[Tensor]:
+        """Return the means over the ranks, all of one weight."""
+        return self._comm.all_reduce(tensors, Reduction(), f"{self._name}.average")
+
+    def mean(self, tensors: Sequence[Tensor], weights: Weights, name: str = "") -> list[Tensor]:
+        """Return the weighted means over the ranks, of all tensors or of some. Collective.
 
         Args:
             tensors: tensors of this rank times its weight; zeros if the rank is left out.
@@ -118,7 +122,6 @@ class AveragingExchange(Exchange[Tensor]):
         Returns:
             The weighted means, the same bits on every rank; NaN on all ranks if all are left out.
         """
-        assert isinstance(weights, Mapping)  # the adapter of averages passes them
         means: dict[int, Tensor] = {}
         # Each dtype needs an all-reduce of its own; all ranks must call these all-reduces in the same order.
         for dtype in sorted({t.dtype for t in tensors}, key=lambda d: d.name):

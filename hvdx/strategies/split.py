@@ -14,7 +14,7 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.comm.base import Tensor
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Exchange, Finite, Strategy, TensorSpec
+from hvdx.strategies.base import Exchange, Strategy, TensorSpec, Weights
 from hvdx.strategies.host import HostExchange, StepInput
 from hvdx.strategies.telemetry import Telemetry, merged
 
@@ -107,8 +107,11 @@ def _refuse_options(strategy: Strategy) -> None:
         raise ConfigError.on_all_ranks(f"{strategy!r}: {problem}")
 
 
-class _Agreeing(Protocol):
+class _Averaging(Protocol):
     """Exchange of averages in the graph."""
+
+    def mean(self, tensors: Sequence[Tensor], weights: Weights) -> Sequence[Tensor]:
+        """See `AveragingExchange.mean`."""
 
     def agree(self, since: int) -> int:
         """See `AveragingExchange.agree`."""
@@ -126,25 +129,40 @@ class SplitGraphExchange(Exchange[Tensor]):
     def __init__(self, specs: Sequence[TensorSpec], subsets: Sequence[Subset[Exchange[Tensor]]], factor: float):
         self.specs, self._subsets, self._factor = list(specs), list(subsets), factor
         self.elements = sum(s.elements for s in specs)
-        self.sent = sum(subset.exchange.sent for subset in subsets)
 
-    def step(self, tensors: Sequence[Tensor], finite: Finite = True) -> list[Tensor]:
-        """Combine the tensors of both exchanges.
+    @property
+    def row_itemsize(self) -> int | None:  # type: ignore[override]
+        return self._subsets[0].exchange.row_itemsize
+
+    @property
+    def sent(self) -> int:  # type: ignore[override]
+        return sum(subset.exchange.sent for subset in self._subsets)
+
+    def step(self, tensors: Sequence[Tensor], finite: bool = True) -> list[Tensor]:
+        result = list(tensors)
+        for subset in self._subsets:
+            for i, tensor in zip(subset.where, subset.exchange.step(subset.of(tensors), finite), strict=True):
+                result[i] = _times(tensor, self._factor) if subset.is_parts and self._factor != 1.0 else tensor
+        return result
+
+    def mean(self, tensors: Sequence[Tensor], weights: Weights, weights_of_parts: Weights) -> list[Tensor]:
+        """Return the weighted means over the ranks. Collective.
 
         Args:
-            tensors: see `Exchange.step`.
-            finite: see `Exchange.step`; for weights a pair: the mapping for whole weights, and that for parts.
+            tensors, weights: see `AveragingExchange.mean`.
+            weights_of_parts: weight of this rank in the means of parts.
         """
         result = list(tensors)
         for subset in self._subsets:
-            its_finite = finite[subset.is_parts] if isinstance(finite, tuple) else finite
-            for i, tensor in zip(subset.where, subset.exchange.step(subset.of(tensors), its_finite), strict=True):
-                result[i] = _times(tensor, self._factor) if subset.is_parts and self._factor != 1.0 else tensor
+            its_weights = weights_of_parts if subset.is_parts else weights
+            means = cast(_Averaging, subset.exchange).mean(subset.of(tensors), its_weights)
+            for i, tensor in zip(subset.where, means, strict=True):
+                result[i] = tensor
         return result
 
     def agree(self, since: int) -> int:
         """Return the steps since the last average; see `AveragingExchange.agree`. Collective."""
-        return cast(_Agreeing, self._subsets[0].exchange).agree(since)
+        return cast(_Averaging, self._subsets[0].exchange).agree(since)
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
@@ -331,9 +349,12 @@ class _LocalExchange(HostExchange):
 class _LocalGraphExchange(Exchange[Tensor]):
     """Exchange in the graph of parts that no other rank holds: it returns the tensors unchanged."""
 
-    def step(self, tensors: Sequence[Tensor], finite: Finite = True) -> list[Tensor]:
-        """Return the tensors; those of an average divided by this rank's weight."""
-        return [t / finite[t.dtype] for t in tensors] if isinstance(finite, Mapping) else list(tensors)
+    def step(self, tensors: Sequence[Tensor], finite: bool = True) -> list[Tensor]:
+        return list(tensors)
+
+    def mean(self, tensors: Sequence[Tensor], weights: Weights) -> list[Tensor]:
+        """Return the tensors, divided by this rank's weight."""
+        return [t / weights[t.dtype] for t in tensors]
 
     def agree(self, since: int) -> int:
         """Return the steps since the last average."""

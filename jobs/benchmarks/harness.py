@@ -213,15 +213,17 @@ def memory(which: str) -> int:
     """Return the bytes of this process's resident memory.
 
     Args:
-        which: "VmRSS" for the present size, "VmHWM" for the peak, which a child does not inherit, unlike ru_maxrss.
+        which: "VmRSS" for the present size, "VmHWM" for the peak, which a child does not inherit, unlike ru_maxrss;
+            "Pss" for the present size with what processes share divided among them.
 
     Raises:
         OSError: if this system does not report it.
     """
-    for line in Path("/proc/self/status").read_text().splitlines():
+    file = Path("/proc/self/smaps_rollup" if which == "Pss" else "/proc/self/status")
+    for line in file.read_text().splitlines():
         if line.startswith(f"{which}:"):
             return 1024 * int(line.split()[1])
-    raise OSError(f"/proc/self/status has no {which}")
+    raise OSError(f"{file} has no {which}")
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------

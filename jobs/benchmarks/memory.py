@@ -8,14 +8,14 @@
 
 One process trains a network in plain Keras, and two workers train it under each strategy, each in new processes. The
 network has one dense layer of nearly all weights ("wide"), many dense layers of 4,096 units ("layers"), or a table of
-which a batch reads some rows ("table"), or it is small, and the samples are large ("samples"). Three networks have many
-variables, and a size of their own: Keras' ResNet50V2 ("resnet", 174, 94 MB), an encoder of the size of BERT-base
-("encoder", 198, 435 MB) and dense layers of 16 units ("narrow", 402). With several --hosts, there is one worker of one
-thread on each of so many emulated hosts, and with --pause the gradients of a step take so long at least, as on an
-accelerator.
-Memory is the peak resident size of a rank, the largest of the ranks, in each phase: from its start to the end of the
-first step, in later steps, and at the end of an epoch. The time of a step is the mean of the second epoch, without its
-first step.
+which a batch reads some rows ("table"), or it is small, and the samples are large ("samples", or "mapped" if they stay
+in a file that the workers map). Three networks have many variables, and a size of their own: Keras' ResNet50V2
+("resnet", 174, 94 MB), an encoder of the size of BERT-base ("encoder", 198, 435 MB) and dense layers of 16 units
+("narrow", 402). With several --hosts, there is one worker of one thread on each of so many emulated hosts, and with
+--pause the gradients of a step take so long at least, as on an accelerator; "one process" is then as many processes,
+each for itself. Memory is the peak resident size of a rank, the largest of the ranks, in each phase: from its start to
+the end of the first step, in later steps, and at the end of an epoch; and at the end that of all ranks together, in
+which what they share counts once. The time of a step is the mean of the second epoch, without its first step.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=int, default=990, metavar="N", help="MB of weights or samples")
     parser.add_argument(
         "--network",
-        choices=("wide", "layers", "table", "samples", "resnet", "encoder", "narrow"),
+        choices=("wide", "layers", "table", "samples", "mapped", "resnet", "encoder", "narrow"),
         default="wide",
         help="network that is trained",
     )
@@ -82,10 +82,10 @@ def compare(options: argparse.Namespace) -> int:
     def measure(case: harness.Row) -> harness.Row:
         spelling, optimizer = STRATEGIES[case["strategy"]]
         setting = {"spelling": spelling, "optimizer": optimizer, "steps": options.steps} | shared
-        where = (case["hosts"], case["bandwidth"]) if apart and spelling else (2 if spelling else 1,)
-        one_thread = {"TF_NUM_INTRAOP_THREADS": "1"} if apart else {}
-        ranks = harness.launch(__file__, setting, *where, env=one_thread).ranks
+        workers, link = (case["hosts"], case["bandwidth"]) if apart else (2 if spelling else 1, "")
+        ranks = harness.launch(__file__, setting, workers, link).ranks
         figures = ranks[0] | {"GB": [max(peaks) for peaks in zip(*(rank["GB"] for rank in ranks), strict=True)]}
+        figures |= {"together_GB": sum(rank["together_GB"] for rank in ranks)}
         beside = alone.setdefault(optimizer, figures)
         return figures | {"more_GB": max(figures["GB"]) - max(beside["GB"])}
 
@@ -94,15 +94,19 @@ def compare(options: argparse.Namespace) -> int:
         ("peak GB: start, steps, end of an epoch", lambda row: ", ".join(f"{v:.2f}" for v in row["GB"])),
         *([("hosts, bandwidth", lambda row: f"{row['hosts']}, {row['bandwidth']}")] if apart else []),
         harness.figure("more than alone, GB", "more_GB", ".2f"),
+        harness.figure("all workers, GB", "together_GB", ".2f"),
         harness.figure("first step, s", "first_s", ".1f"),
         harness.figure("later steps, s", "step_s", ".3f"),
         harness.figure("MB sent a step", "step_MB", ".3g"),
     ]
     cases = [{"strategy": name} for name in options.strategies]
     if apart:
-        here = [case | {"hosts": 1, "bandwidth": "none"} for case in cases if not STRATEGIES[case["strategy"]][0]]
-        there = itertools.product(harness.networks(options.hosts, options.bandwidth), cases)
-        cases = here + [case | link for link, case in there if STRATEGIES[case["strategy"]][0]]
+        # As many processes compute at once on the same cores, without exchanges.
+        alone_cases = [case for case in cases if not STRATEGIES[case["strategy"]][0]]
+        pairs = [*itertools.product(alone_cases, harness.networks(options.hosts, ["none"]))]
+        others = [case for case in cases if case not in alone_cases]
+        pairs += itertools.product(others, harness.networks(options.hosts, options.bandwidth))
+        cases = [case | link for case, link in pairs]
     harness.run_cases(options.json, cases, measure, columns, shared)
     return 0
 
@@ -122,11 +126,19 @@ def train(setting: argparse.Namespace) -> harness.Row:
     begun = time.perf_counter()
     if setting.pause:
         model = paced(model, lambda: time.sleep(max(0.0, begun + setting.pause / 1e3 - time.perf_counter())))
-    count = round(setting.megabytes * 1e6 / 4 / _UNITS) if setting.network == "samples" else setting.batch
+    large = setting.network in ("samples", "mapped")
+    count = round(setting.megabytes * 1e6 / 4 / _UNITS) if large else setting.batch
     values = np.random.default_rng(0).random((count, *inputs.shape), np.float32)
     values = (values * 1000).astype(np.int32) if inputs.dtype == "int32" else values
+    if setting.network == "mapped":
+        file = Path(setting.folder) / "samples.npy"
+        if not setting.spelling or hvdx.rank() == 0:
+            np.save(file, values)
+        if setting.spelling:
+            hvdx.keras.broadcast_object("the file is complete")
+        values = np.load(file, mmap_mode="r")
     data: Any = values, np.zeros((count, 1), np.float32)
-    if setting.network != "samples":
+    if not large:
         data = tf.data.Dataset.from_tensors(data).repeat()
     elif setting.spelling:
         data = hvdx.shard(data, setting.batch)
@@ -154,10 +166,11 @@ def train(setting: argparse.Namespace) -> harness.Row:
     callbacks = [hvdx.keras.Distribute(setting.spelling)] if setting.spelling else []
     model.fit(**passed, steps_per_epoch=setting.steps, epochs=_EPOCHS, verbose=0, callbacks=[*callbacks, Watch()])
     record(2)
+    together = harness.memory("Pss") / 1e9
     steps = [b - a for i, (a, b) in enumerate(itertools.pairwise(ends), 1) if i % setting.steps]
     # A median would leave out an exchange after every few steps.
     later = statistics.fmean(steps[-(setting.steps - 1) :])
-    figures = {"GB": peaks, "first_s": ends[0] - begin, "step_s": later}
+    figures = {"GB": peaks, "together_GB": together, "first_s": ends[0] - begin, "step_s": later}
     return figures | {"step_MB": callbacks[0].counters.bytes_sent / len(ends) / 1e6 if callbacks else 0.0}
 
 
@@ -176,7 +189,7 @@ def _network(setting: argparse.Namespace) -> Any:
     if setting.network == "table":
         inputs = keras.Input((8,), dtype="int32")
         x = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(int(elements / _WIDTH), _WIDTH)(inputs))
-    elif setting.network == "samples":
+    elif setting.network in ("samples", "mapped"):
         inputs = x = keras.Input((_UNITS,))
     elif setting.network == "narrow":
         inputs = x = keras.Input((16,))

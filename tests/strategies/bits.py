@@ -175,7 +175,7 @@ def in_graph(strategy, size):
         for t in range(STEPS):
             tensors = drawn(comm.rank, t)
             if strategy.placement == "weights":
-                digest.add(exchange.step([x * share[x.dtype] for x in tensors], share))
+                digest.add(exchange.mean([x * share[x.dtype] for x in tensors], share))
             else:
                 digest.add(exchange.step(tensors))
         return digest, exchange.sent

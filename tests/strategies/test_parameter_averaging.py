@@ -84,7 +84,7 @@ def test_means_are_weighted_and_each_is_of_its_dtype(size):
     def run(comm):
         arrays = [np.full(shape, comm.rank, dtype) for shape, dtype in (((2, 3), "f4"), ((), "f8"), ((4,), "f4"))]
         weights = {a.dtype: np.full((), comm.rank + 1, a.dtype) for a in arrays}
-        return opened(comm, arrays).step([a * weights[a.dtype] for a in arrays], weights)
+        return opened(comm, arrays).mean([a * weights[a.dtype] for a in arrays], weights)
 
     mean = sum(rank * (rank + 1) for rank in range(size)) / sum(rank + 1 for rank in range(size))
     for means in on_all(size, run):

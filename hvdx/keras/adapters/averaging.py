@@ -24,6 +24,7 @@ from hvdx.keras.variables import bytes_of, rows_within
 from hvdx.keras.weight_parts import mark_state, part_of, tensors_of
 from hvdx.strategies import Strategy, TensorSpec
 from hvdx.strategies.parameter_averaging import AveragingExchange
+from hvdx.strategies.split import SplitGraphExchange
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
 
 # Optimisers with rank-local momenta from an earlier fit or a checkpoint.
@@ -59,7 +60,7 @@ class AveragingAdapter(Adapter):
         self.comm = comm
         self._optimizer = weakref.ref(optimizer)
         self._counted = False
-        self._exchange: AveragingExchange | None = None
+        self._exchange: AveragingExchange | SplitGraphExchange | None = None
         if strategy.rank_local_state and updates.assigns_weights(innermost(optimizer)):
             raise ConfigError(
                 f"optimizer {type(innermost(optimizer)).__name__}: it computes weights from its state, so the "
@@ -226,7 +227,8 @@ class AveragingAdapter(Adapter):
             places = tf.range(low, tf.minimum(low + rows, length))
             mine = _value_for_sum(tf.gather(raw, places))
             share = tf.cast(weight, mine.dtype)
-            (mean,) = self._opened().step([tf.math.multiply_no_nan(mine, share)], {mine.dtype: share}, name)
+            exchange = cast(AveragingExchange, self._opened())  # no variable of split layers comes here
+            (mean,) = exchange.mean([tf.math.multiply_no_nan(mine, share)], {mine.dtype: share}, name)
             with tf.control_dependencies([raw.scatter_update(tf.IndexedSlices(tf.cast(mean, raw.dtype), places))]):
                 more = _squares(mine, mean)
                 return low + rows, sums[0] + more[0], sums[1] + more[1]
@@ -252,16 +254,18 @@ class AveragingAdapter(Adapter):
         whole, parts = ({dtype: tf.cast(w, dtype) for dtype in dtypes} for w in (weight, weight_of_parts))
         weights = whole, parts
         shares = [tf.math.multiply_no_nan(t, weights[part][t.dtype]) for t, part in zip(tensors, is_part, strict=True)]
-        means: Sequence[tf.Tensor] = self._opened().step(shares, weights if any(is_part) else weights[0])
-        return list(means)
+        exchange = self._opened()
+        if isinstance(exchange, SplitGraphExchange):
+            return exchange.mean(shares, whole, parts)
+        return exchange.mean(shares, whole)
 
-    def _opened(self) -> AveragingExchange:
+    def _opened(self) -> AveragingExchange | SplitGraphExchange:
         """Return the exchange of weights and state; open it again if the optimiser had no variables before."""
         if self._exchange is None or not self._exchange.specs:
             weights, state = self._averaged()
             variables = [*weights, *state]
             exchange = self.open_exchange(variables, [_sent_spec(v) for v in variables])
-            self._exchange = cast(AveragingExchange, exchange)
+            self._exchange = cast(AveragingExchange | SplitGraphExchange, exchange)
         return self._exchange
 
     def _clear_nonfinite_state(self) -> tf.Operation:

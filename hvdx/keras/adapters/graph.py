@@ -43,10 +43,11 @@ class GraphAdapter(Adapter):
         with tf.device("CPU:0"):
             self.seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self.exchanges = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self.rows_sent = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def reset(self) -> None:
         super().reset()
-        for variable in (self.seconds, self.exchanges):
+        for variable in (self.seconds, self.exchanges, self.rows_sent):
             variable.assign(tf.zeros_like(variable))
         self._first_bad.reset()
 
@@ -70,12 +71,22 @@ class GraphAdapter(Adapter):
     def _exchanged(self, gradients: list[Gradient]) -> list[Gradient]:
         """Return the mean gradients; with rows, the ranks' weights travel with the gradients that they weigh."""
         if not self.weighs or self._accumulates:
-            return list(self._opened().step(gradients))
+            return self._step(self._opened(), gradients)
         with tf.device("CPU:0"):
             weight = tf.cast(tf.divide(self.rows, self.full), tf.float32)
         weighed = [scaled(g, weight) for g in gradients]
-        *means, mean = self._opened(TensorSpec(f"{self.name}.rows", (), 4)).step([*weighed, weight])
+        *means, mean = self._step(self._opened(TensorSpec(f"{self.name}.rows", (), 4)), [*weighed, weight])
         return _divided(means, mean)
+
+    def _step(self, exchange: Exchange[tf.Tensor], gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Take a step of the exchange, and count the bytes of rows: this rank sends its own to each other rank."""
+        rows = [g for g in gradients if isinstance(g, tf.IndexedSlices)] if exchange.row_itemsize != 0 else []
+        with tf.device("CPU:0"):
+            for g in rows:
+                size = tf.size(g.values, tf.int64) * (exchange.row_itemsize or g.values.dtype.size)
+                size += tf.size(g.indices, tf.int64) * g.indices.dtype.size
+                self.rows_sent.assign_add((self.comm.size - 1) * size)
+        return list(exchange.step(gradients))
 
     @property
     def _shared(self) -> list[tuple[Variable, TensorSpec]]:
@@ -110,7 +121,7 @@ class GraphAdapter(Adapter):
 
     def cost(self) -> Telemetry:
         exchanges = int(self.exchanges.numpy())
-        sent = exchanges * (self._exchange.sent if self._exchange is not None else 0)
+        sent = exchanges * (self._exchange.sent if self._exchange is not None else 0) + int(self.rows_sent.numpy())
         elements = sum(s.elements for _, s in self._shared)
         return Telemetry(
             steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=float(self.seconds.numpy())
