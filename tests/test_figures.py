@@ -465,8 +465,12 @@ hosts | link | limit | hvdx over MPI, bf16
 hosts | bandwidth | limit | mpi
 
 benchmarks/README.md memory-samples.json rows
-samples of 1 GiB | start | steps | end of an epoch | more | first step, s
-strategy | GB[0] | GB[1] | GB[2] | more_GB | first_s
+samples of 1 GiB | start | steps | end of an epoch | all workers | first step, s
+strategy | GB[0] | GB[1] | GB[2] | together_GB | first_s
+
+benchmarks/README.md memory-mapped.json rows
+in a file | start | steps | end of an epoch | all workers | first step, s
+strategy | GB[0] | GB[1] | GB[2] | together_GB | first_s
 
 benchmarks/README.md overlap.json rows
 link | exchange | computing | at once | in buckets | in buckets / the longer
