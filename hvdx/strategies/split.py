@@ -111,7 +111,7 @@ class _Averaging(Protocol):
     """Exchange of averages in the graph."""
 
     def mean(self, tensors: Sequence[Tensor], weights: Weights) -> Sequence[Tensor]:
-        """See `AveragingExchange.mean`."""
+        """Return the weighted means of tensors over the ranks, as `AveragingExchange.mean` does."""
 
     def agree(self, since: int) -> int:
         """See `AveragingExchange.agree`."""

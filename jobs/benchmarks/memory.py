@@ -14,8 +14,9 @@ in a file that the workers map). Three networks have many variables, and a size 
 ("narrow", 402). With several --hosts, there is one worker of one thread on each of so many emulated hosts, and with
 --pause the gradients of a step take so long at least, as on an accelerator; "one process" is then as many processes,
 each for itself. Memory is the peak resident size of a rank, the largest of the ranks, in each phase: from its start to
-the end of the first step, in later steps, and at the end of an epoch; and at the end that of all ranks together, in
-which what they share counts once. The time of a step is the mean of the second epoch, without its first step.
+the end of the first step, in later steps, and at the end of an epoch. At the end, the benchmark also measures the
+memory of all ranks together, and counts shared memory once. The time of a step is the mean over the steps of the second
+epoch after the first one.
 """
 
 import argparse
@@ -101,12 +102,9 @@ def compare(options: argparse.Namespace) -> int:
     ]
     cases = [{"strategy": name} for name in options.strategies]
     if apart:
-        # As many processes compute at once on the same cores, without exchanges.
-        alone_cases = [case for case in cases if not STRATEGIES[case["strategy"]][0]]
-        pairs = [*itertools.product(alone_cases, harness.networks(options.hosts, ["none"]))]
-        others = [case for case in cases if case not in alone_cases]
-        pairs += itertools.product(others, harness.networks(options.hosts, options.bandwidth))
-        cases = [case | link for case, link in pairs]
+        # Plain processes, as many as hosts, compute at once on the same cores, and need no link.
+        links = {name: options.bandwidth if STRATEGIES[name][0] else ["none"] for name in options.strategies}
+        cases = [c | link for c in cases for link in harness.networks(options.hosts, links[c["strategy"]])]
     harness.run_cases(options.json, cases, measure, columns, shared)
     return 0
 

@@ -81,11 +81,11 @@ class GraphAdapter(Adapter):
     def _step(self, exchange: Exchange[tf.Tensor], gradients: Sequence[Gradient]) -> list[Gradient]:
         """Take a step of the exchange, and count the bytes of rows: this rank sends its own to each other rank."""
         rows = [g for g in gradients if isinstance(g, tf.IndexedSlices)] if exchange.row_itemsize != 0 else []
-        with tf.device("CPU:0"):
-            for g in rows:
-                size = tf.size(g.values, tf.int64) * (exchange.row_itemsize or g.values.dtype.size)
-                size += tf.size(g.indices, tf.int64) * g.indices.dtype.size
-                self.rows_sent.assign_add((self.comm.size - 1) * size)
+        if rows:
+            with tf.device("CPU:0"):
+                sizes = [tf.size(g.values, tf.int64) * (exchange.row_itemsize or g.values.dtype.size) for g in rows]
+                sizes += [tf.size(g.indices, tf.int64) * g.indices.dtype.size for g in rows]
+                self.rows_sent.assign_add((self.comm.size - 1) * tf.add_n(sizes))
         return list(exchange.step(gradients))
 
     @property
