@@ -97,8 +97,8 @@ demo: $(HOROVOD) kernels
 	@echo '$$ $(DEMO)'
 	@$(DEMO)
 
-# Two files run at once, and those that take the longest begin first.
-# Tests that start processes wait a good part of the time, Slurm's the most.
+# Two files run at once, and those that take the longest begin first. Of tests that start processes three run at once:
+# they wait a good part of the time, Slurm's the most.
 # Tests that measure seconds, and those on ranks, have the machine for themselves.
 STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py \
 	%/test_docs.py %/test_figures.py %/test_extending.py %/test_mirror.py, \
@@ -124,7 +124,7 @@ test test-all: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
 	part() { name=$$1; shift; echo "$$*"; "$$@" || failed="$$failed; $$name"; }; \
 	part 'the tests in one process' \
 	    $(PYTEST) $(MORE) $(AT_ONCE) --no-loadscope-reorder $(addprefix --ignore=,$(STARTS) $(ALONE)) tests/kernels tests; \
-	part 'the tests that start processes' $(PYTEST) $(MORE) $(AT_ONCE) --no-loadscope-reorder $(STARTS); \
+	part 'the tests that start processes' $(PYTEST) $(MORE) -n 3 --dist loadfile --no-loadscope-reorder $(STARTS); \
 	part 'the tests that run alone' $(PYTEST) $(MORE) $(ALONE); \
 	[ -z "$$failed" ] || { echo "hvdx: failed: $${failed#; }" >&2; exit 1; }
 
