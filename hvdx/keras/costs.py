@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import keras
-import tensorflow as tf
 
 from hvdx.costs.sizes import ring_bytes
 from hvdx.errors import ConfigError
 from hvdx.keras.joining import join
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.types import Variable
+from hvdx.keras.variables import dtype_of
 from hvdx.keras.weight_parts import whole_shape
 from hvdx.report.table import quantity, render
 
@@ -169,7 +169,7 @@ def slots_per_weight(optimizer: keras.optimizers.Optimizer) -> float:
         return 0.0
     inner = innermost(optimizer)
     copy = keras.optimizers.get({"class_name": type(inner).__name__, "config": inner.get_config()})
-    copy.build([keras.Variable(tf.zeros(_PROBE), name="probe")])
+    copy.build([keras.Variable(keras.ops.zeros(_PROBE), name="probe")])
     return sum(math.prod(v.shape) for v in copy.variables if len(v.shape)) / math.prod(_PROBE)
 
 
@@ -209,7 +209,7 @@ def _held(layer: keras.layers.Layer, setting: Setting, parts: int) -> int:
     """Return the bytes of a layer's weights and of the optimiser's state, if they are divided into some parts."""
     total, trained = 0.0, {id(v) for v in layer.trainable_weights}
     for variable in layer.weights:
-        size = math.prod(whole_shape(variable)) * tf.as_dtype(variable.dtype).size
+        size = math.prod(whole_shape(variable)) * dtype_of(variable.dtype).itemsize
         share = 1 if _is_shared(layer, variable) else parts
         total += size / share * (1 + setting.slots * (id(variable) in trained))
     return round(total)
@@ -224,7 +224,7 @@ def _whole_sent(layer: keras.layers.Layer, setting: Setting) -> int:
     """Return the bytes that a rank sends of the gradients of a whole layer."""
     if isinstance(layer, keras.layers.Embedding):
         # The rows of all ids are gathered; nothing is summed on the way.
-        row = layer.output_dim * tf.as_dtype(layer.variable_dtype).size + _INDEX
+        row = layer.output_dim * dtype_of(layer.variable_dtype).itemsize + _INDEX
         return bool(layer.trainable_weights) * (setting.ranks - 1) * _rows(layer, setting.batch, 0) * row
     return ring_bytes(_trained_bytes(layer), setting.ranks)
 
@@ -232,7 +232,7 @@ def _whole_sent(layer: keras.layers.Layer, setting: Setting) -> int:
 def _trained_bytes(layer: keras.layers.Layer, shared: bool | None = None) -> int:
     """Return the bytes of a layer's gradients; of those that all ranks share or do not share, if `shared` is given."""
     return sum(
-        math.prod(whole_shape(v)) * tf.as_dtype(v.dtype).size
+        math.prod(whole_shape(v)) * dtype_of(v.dtype).itemsize
         for v in layer.trainable_weights
         if shared is None or _is_shared(layer, v) == shared
     )
@@ -247,7 +247,7 @@ def _dense_sent(layer: keras.layers.Layer, setting: Setting, below: bool) -> int
         below: whether layers before it are trained, so that its input needs a gradient.
     """
     inputs, outputs = whole_shape(layer.kernel)
-    others, size = setting.split - 1, tf.as_dtype(layer.compute_dtype).size
+    others, size = setting.split - 1, dtype_of(layer.compute_dtype).itemsize
     rows = _rows(layer, setting.batch, 1)
     if getattr(layer, "input_is_split", False):
         # Forward the outputs are summed, backward their gradients are gathered.
@@ -264,10 +264,10 @@ def _dense_sent(layer: keras.layers.Layer, setting: Setting, below: bool) -> int
 def _embedding_sent(layer: keras.layers.Layer, setting: Setting) -> int:
     """Return the bytes that a rank sends of a split `Embedding`, if no id occurs twice in a batch."""
     rows, others = _rows(layer, setting.batch, 0), setting.split - 1
-    vector = layer.output_dim * tf.as_dtype(layer.compute_dtype).size
+    vector = layer.output_dim * dtype_of(layer.compute_dtype).itemsize
     trained = bool(layer.trainable_weights)
     sent = rows * others * (_ID + (1 + trained) * vector) / setting.split
-    row = layer.output_dim * tf.as_dtype(layer.variable_dtype).size + _INDEX
+    row = layer.output_dim * dtype_of(layer.variable_dtype).itemsize + _INDEX
     return round(sent + trained * (setting.ranks // setting.split - 1) * rows * row)
 
 

@@ -34,9 +34,26 @@ def listed(value: object, kinds: type | UnionType, expected: str, remedy: str) -
     return list(found)
 
 
+def dtype_of(named: str | tf.DType) -> np.dtype:
+    """Return the NumPy dtype of a dtype of Keras, or of TensorFlow; strings are objects.
+
+    Example:
+        >>> dtype_of("bfloat16").itemsize, dtype_of(tf.string)
+        (2, dtype('O'))
+    """
+    name = named if isinstance(named, str) else named.name
+    # Keras has registered the names of `ml_dtypes` with NumPy.
+    return np.dtype(object if name == "string" else name)
+
+
+def is_float(variable: Variable) -> bool:
+    """Return whether a variable has a floating-point dtype; NumPy does not count bfloat16 and float8."""
+    return "float" in dtype_of(variable.dtype).name
+
+
 def bytes_of(variable: Variable) -> int:
     """Return the bytes of a variable's values."""
-    return tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
+    return dtype_of(variable.dtype).itemsize * math.prod(variable.shape)
 
 
 def rows_within(variable: Variable, limit: int) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.mesh import mesh_of
@@ -21,7 +20,7 @@ from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import common_generator
 from hvdx.keras.seams.optimizers import trained_variables
 from hvdx.keras.types import Variable
-from hvdx.keras.variables import view_of
+from hvdx.keras.variables import dtype_of, view_of
 from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.version import __version__
 
@@ -192,7 +191,7 @@ def value_of(variable: Variable | np.ndarray) -> np.ndarray:
 def described(variable: Variable) -> str:
     """Describe a whole variable by dtype, shape and name, such as "float32[6x8] dense/kernel"."""
     extents = "x".join(str(extent) for extent in whole_shape(variable))
-    return f"{tf.as_dtype(variable.dtype).name}[{extents}] {getattr(variable, 'path', variable.name)}"
+    return f"{dtype_of(variable.dtype).name}[{extents}] {getattr(variable, 'path', variable.name)}"
 
 
 def _positions(variables: Sequence[Variable], model: keras.Model) -> list[int] | None:

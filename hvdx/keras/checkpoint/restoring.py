@@ -9,7 +9,6 @@ from typing import Protocol, TypeVar
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm, supervision
 from hvdx.errors import CheckpointError, ConfigError, HvdxError, ReplicaError
@@ -34,6 +33,7 @@ from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.joining import join
 from hvdx.keras.seams.models import common_generator
 from hvdx.keras.types import Variable
+from hvdx.keras.variables import dtype_of, is_float
 from hvdx.keras.weight_parts import part_of, whole_shape
 from hvdx.log import Log
 
@@ -379,8 +379,7 @@ class LoadedCheckpoint:
         For non-floating-point variables, and for a loss scale (a power of two), it is the value of the first of them.
         """
         holders = self._division.holders(name, self._saved_size)
-        dtype = tf.as_dtype(variable.dtype)
-        first_counts = not dtype.is_floating or variable.path.endswith("dynamic_scale")
+        first_counts = not is_float(variable) or variable.path.endswith("dynamic_scale")
 
         def read(position: int) -> np.ndarray:
             values = [self._saved.rank(rank)[name] for rank in holders[position]]
@@ -388,7 +387,7 @@ class LoadedCheckpoint:
                 return values[0]
             if any(v.shape != values[0].shape for v in values):
                 raise CheckpointError(f"{name}: its files are from different checkpoints")
-            return np.mean([v.astype(np.float64) for v in values], axis=0).astype(dtype.as_numpy_dtype)
+            return np.mean([v.astype(np.float64) for v in values], axis=0).astype(dtype_of(variable.dtype))
 
         return self._division.assemble(name, whole_shape(variable), part_of(variable), read)
 
@@ -425,7 +424,7 @@ class LoadedCheckpoint:
 
     def _checked(self, variable: Variable, value: np.ndarray) -> np.ndarray:
         """Return the value if it has the dtype and shape of the variable."""
-        dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+        dtype = dtype_of(variable.dtype)
         if value.shape != tuple(variable.shape) or value.dtype != dtype:
             raise CheckpointError(
                 f"{self._saved.path}: {variable.path}: expected {described(variable)}, got {value.dtype}"

@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.keras.fit.part import Part
 from hvdx.keras.seams.models import metric_variables
 from hvdx.keras.types import Logs, LogValues, Variable
+from hvdx.keras.variables import dtype_of, view_of
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -195,12 +195,11 @@ def combine_states(variables: Sequence[Variable], starts: States, comm: Comm) ->
     total = comm.all_reduce_sum(np.concatenate([np.ravel(x) for x in mine]), "metrics")
     pieces = np.split(total, np.cumsum([x.size for x in mine])[:-1])
     for variable, piece in zip(variables, pieces, strict=True):
-        dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-        variable.assign(piece.reshape(variable.shape).astype(dtype))
+        variable.assign(piece.reshape(variable.shape).astype(dtype_of(variable.dtype)))
 
 
 def _value(variable: Variable) -> np.ndarray:
-    return np.asarray(tf.convert_to_tensor(variable).numpy(), dtype=np.float64)
+    return view_of(variable).astype(np.float64)
 
 
 def _weight(variable: Variable, comm: Comm) -> float:

@@ -17,7 +17,7 @@ from hvdx.keras.adapters.rank_local import declared, rank_local_ids
 from hvdx.keras.optimizer_state import accumulated_gradients
 from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.types import Variable
-from hvdx.keras.variables import bytes_of, rows_within, view_of
+from hvdx.keras.variables import bytes_of, dtype_of, is_float, rows_within, view_of
 from hvdx.keras.weight_parts import by_ranks, mark_state, part_of, whole_shape
 
 # Bytes of a variable that are broadcast at a time.
@@ -149,7 +149,7 @@ def _broadcast_rows(variable: Variable, root: int, comm: Comm) -> None:
     for low in range(0, length, rows):
         high = min(low + rows, length)
         # While another rank held a tensor of its own values, an assignment would copy all of them.
-        empty = np.empty((high - low, *variable.shape[1:]), tf.as_dtype(variable.dtype).as_numpy_dtype)
+        empty = np.empty((high - low, *variable.shape[1:]), dtype_of(variable.dtype))
         (value,) = comm.broadcast([empty if mine is None else mine[low:high]], root, "weights")
         if mine is None:
             tf.raw_ops.ResourceScatterUpdate(
@@ -271,8 +271,8 @@ def average_state(model: keras.Model, comm: Comm) -> list[Variable]:
     candidates = [v for v in model.non_trainable_weights if id(v) not in left_out]
     variables = [v for v in candidates if 0 not in v.shape and part_of(v) is None]
     found = [variables[i] for i in differing(variables, comm)] if variables else []
-    means = [v for v in found if tf.as_dtype(v.dtype).is_floating]
-    others = [v for v in found if not tf.as_dtype(v.dtype).is_floating]
+    means = [v for v in found if is_float(v)]
+    others = [v for v in found if not is_float(v)]
     if means:
         mine = [np.ravel(view_of(v)).astype(np.float64) for v in means]
         counts = np.array([np.isfinite(m).all() for m in mine], np.float64)
@@ -282,7 +282,7 @@ def average_state(model: keras.Model, comm: Comm) -> list[Variable]:
             ranks = np.repeat(total[: len(means)], [m.size for m in mine])
             flat = total[len(means) :] / ranks
         for variable, piece in zip(means, np.split(flat, np.cumsum([m.size for m in mine])[:-1]), strict=True):
-            variable.assign(piece.reshape(variable.shape).astype(tf.as_dtype(variable.dtype).as_numpy_dtype))
+            variable.assign(piece.reshape(variable.shape).astype(dtype_of(variable.dtype)))
     if others:
         broadcast(others, 0, comm)
     return others

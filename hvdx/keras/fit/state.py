@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.keras.adapters.rank_local import Owner, declare, declared
@@ -14,7 +13,7 @@ from hvdx.keras.fit import replicas
 from hvdx.keras.fit.part import Part
 from hvdx.keras.seams.layers import KerasVariable
 from hvdx.keras.types import Logs, Variable
-from hvdx.keras.variables import listed
+from hvdx.keras.variables import listed, view_of
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -123,4 +122,4 @@ def add_up(model: keras.Model, comm: Comm) -> None:
 
 
 def _value(variable: Variable) -> np.ndarray:
-    return np.array(tf.convert_to_tensor(variable))
+    return view_of(variable).copy()
