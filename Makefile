@@ -13,7 +13,6 @@
 #   SAVE=1              `make scripts` writes its results to docs/scripts.md, `make matrix` to docs/install.md
 #   JOBS=2              how many mutants are tried side by side
 #   TAG=v0.1.0          the tag of `make release`
-#   MXNET_PYTHON=python3.11  the Python of .venv-mxnet, which `make test` makes; MXNet goes with 3.11 at the latest
 #   LIMIT=900           seconds that `make first-training` may take, where other work runs beside it
 #   BASE=IMAGE          the image that `make container` begins with, in place of one that debootstrap makes
 #   GPU_PYTHON=python3  the Python of `make gpu`, where .venv is not the one with the GPU's packages
@@ -51,13 +50,8 @@ HOROVOD = $(VENV)/.horovod-$(MPI)-$(TF)
 kernels: $(INSTALLED)
 	@$(BIN)/hvdx build-kernels
 
-# What the tests of `hvdx average` make their files with. MXNet's last wheel goes with no NumPy and no Python of today,
-# so it has an environment of its own.
+# What the tests of `hvdx average` make their files with.
 FRAMEWORKS = $(VENV)/.frameworks-$(MPI)-$(TF)
-MXNET_VENV := .venv-mxnet
-MXNET := $(MXNET_VENV)/.installed-1.9.1
-MXNET_PYTHON ?= $(PYTHON)
-MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 .DEFAULT_GOAL := help
 .PHONY: help venv frameworks kernels demo test test-all test-quick check docs wheel release first-training container mutants scripts matrix nightly deaths fuzz gpu fmt clean
@@ -65,7 +59,7 @@ MXNET_PACKAGES = 'mxnet==1.9.1' 'numpy==1.23.5'
 
 help:
 	@echo 'make demo        train on $(WORKERS) workers of this machine (prepares .venv first: minutes once, then seconds)'
-	@echo 'make test        run the tests that a change has to pass (the first time it installs PyTorch and MXNet for them)'
+	@echo 'make test        run the tests that a change has to pass (the first time it installs PyTorch for them)'
 	@echo 'make test-all    run all tests: 4 ranks, Slurm, benchmarks and simulated GPUs too'
 	@echo 'make test-quick  the tests to run after each edit: every room, one job on 2 ranks'
 	@echo 'make check       lint, formatting, types, the rules about the sources; writes nothing'
@@ -83,14 +77,14 @@ help:
 	@echo 'make gpu         on a machine with a GPU: test its kernels against the reference, and measure them'
 	@echo 'make fmt         mend what lint and formatting can mend'
 	@echo 'make venv        prepare .venv: TensorFlow, Keras, MPI, Horovod, compiled kernels'
-	@echo 'make frameworks  install what only tests need, PyTorch and MXNet; make test does so too'
-	@echo 'make clean       delete .venv, .venv-docs, .venv-mxnet, .venv-first and what tools left behind (wheels and kernels stay in the cache)'
+	@echo 'make frameworks  install what only tests need, PyTorch and safetensors; make test does so too'
+	@echo 'make clean       delete .venv, .venv-docs, .venv-first and what tools left behind (wheels and kernels stay in the cache)'
 	@echo
 	@echo 'options: MPI=system (the MPI on PATH), PYTHON=python3.12, WORKERS=4, TF=gpu'
 
 venv: $(HOROVOD) kernels
 
-frameworks: $(FRAMEWORKS) $(MXNET)
+frameworks: $(FRAMEWORKS)
 
 demo: $(HOROVOD) kernels
 	@echo
@@ -119,7 +113,7 @@ AT_ONCE = -n 2 --dist loadfile
 test test-all: export PYTHONDONTWRITEBYTECODE =
 test-all: MORE = --all
 # A part that fails does not keep the others from running; the last line names the parts that have failed.
-test test-all: $(HOROVOD) $(FRAMEWORKS) $(MXNET) kernels
+test test-all: $(HOROVOD) $(FRAMEWORKS) kernels
 	@failed=; \
 	part() { name=$$1; shift; echo "$$*"; "$$@" || failed="$$failed; $$name"; }; \
 	part 'the tests in one process' \
@@ -214,7 +208,7 @@ fmt: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(MXNET_VENV) $(FIRST) $(NIGHTLY) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(FIRST) $(NIGHTLY) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find hvdx kernels jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -245,10 +239,3 @@ $(FRAMEWORKS): $(INSTALLED)
 	@echo 'hvdx: installing PyTorch and safetensors into $(VENV), for the tests (about a minute the first time)'
 	@if $(PIP) --editable '.[$(EXTRAS),frameworks]'; then touch $@; else \
 	    echo 'hvdx: they cannot be installed; the tests that take them will be skipped' >&2; fi
-
-$(MXNET):
-	@echo 'hvdx: installing MXNet into $(MXNET_VENV), for the tests (about a minute the first time)'
-	@if $(MXNET_PYTHON) -m venv $(MXNET_VENV) && \
-	    $(MXNET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(MXNET_PACKAGES); \
-	    then touch $@; else \
-	    echo 'hvdx: it cannot be installed; the tests that take it will be skipped' >&2; fi

@@ -24,8 +24,7 @@ def make(tmp_path):
     for name in ("python", "hvdx"):
         (tmp_path / ".venv" / "bin" / name).write_text(PYTHON)
         (tmp_path / ".venv" / "bin" / name).chmod(0o755)
-    (tmp_path / ".venv-mxnet").mkdir()
-    for stamp in (".venv/.installed-own-tf", ".venv/.frameworks-own-tf", ".venv-mxnet/.installed-1.9.1"):
+    for stamp in (".venv/.installed-own-tf", ".venv/.frameworks-own-tf"):
         (tmp_path / stamp).touch()
 
     def call(target, fail_at="nothing"):

@@ -1,7 +1,6 @@
 """Fixtures of the tests of averaging."""
 
 import contextlib
-import os
 import resource
 import subprocess
 import sys
@@ -46,15 +45,3 @@ def on_a_full_disk():
         )
 
     return run
-
-
-@pytest.fixture(scope="session")
-def mxnet_python():
-    """Python of an environment with MXNet, whose wheel needs an old NumPy."""
-    python = Path(os.environ.get("HVDX_MXNET_PYTHON", ROOT / ".venv-mxnet" / "bin" / "python"))
-    if not python.exists():
-        pytest.skip(f"{python}: no such file; `make test` makes the environment, or HVDX_MXNET_PYTHON names one")
-    found = subprocess.run([python, "-c", "import mxnet"], capture_output=True, text=True, timeout=120, check=False)
-    if found.returncode:
-        pytest.skip(f"{python}: import mxnet: {found.stderr.strip().splitlines()[-1]}")
-    return python
