@@ -1,9 +1,11 @@
 """Imports agree with the table of rooms in docs/architecture.md, and have no circles, of packages neither."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,171 +44,116 @@ NEVER = {
 }
 
 
-def sources():
-    """Yield (room, file) for every Python file that is installed."""
-    for folder, package in (("hvdx", None), ("kernels", "kernels"), ("jobs", "jobs")):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if package or parts[0] not in ("__init__", "__main__"):
-                yield package or parts[0], path
+@pytest.fixture(scope="module")
+def graph():
+    """Graph of the imports, those in functions, for type checking and by `import_module("...")` included."""
+    found = grimp.build_graph("hvdx", include_external_packages=True, cache_dir=None)
+    for module in rooms(found):
+        for package in re.findall(r'import_module\("(\w+)', text_of(module)):
+            found.add_import(importer=module, imported=package)
+    return found
 
 
-def imports(path):
-    """Yield (module, names, line) of every import in a file, `import_module("...")` included."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, [], node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
-            yield node.module, [alias.name for alias in node.names], node.lineno
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            yield from ((a.value, [], node.lineno) for a in node.args[:1] if isinstance(a, ast.Constant))
+def rooms(graph):
+    """Return {module: its room}, of everything that is installed."""
+    names = {module: [*module.split("."), ""] for module in sorted(graph.modules)}
+    return {module: room for module, (top, room, *_) in names.items() if top == "hvdx" and room not in ("", "__main__")}
 
 
-def within(module, names, packages):
-    """Return whether `module`, or a name imported from it, is in one of `packages`."""
-    spelled = [module, *(f"{module}.{name}" for name in names)]
-    return any(m == p or m.startswith(p + ".") for m in spelled for p in packages)
+def text_of(module):
+    """Return the source of a module."""
+    path = ROOT / module.replace(".", "/")
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
 
 
-def complaints(room, path):
-    """Yield the imports of one file that the table forbids."""
+def within(module, packages):
+    """Return whether a module is in one of `packages`."""
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def complaints(graph, module, room):
+    """Yield the imports of one module that the table forbids."""
     allowed, banned = MAY[room], NEVER.get(room, set())
-    seen = set()
-    for module, names, line in imports(path):
-        top, where = module.split(".")[0], f"{path.relative_to(ROOT)}:{line}: {module}"
-        seen |= {top} & COMMUNICATION
-        own = within(module, names, {f"hvdx.{room}"})
-        known = own or top in sys.stdlib_module_names
-        if allowed is not None and not known and not within(module, names, allowed):
-            yield f"{where}: {room} may import {sorted(allowed)} only"
-        if within(module, names, banned):
-            yield f"{where}: {room} may not import it"
-        if path.parent == ROOT / "jobs" and top == "hvdx" and not own and module not in PUBLIC:
-            yield f"{where}: a job to read imports {sorted(PUBLIC)} only"
-        if room in ("jobs", "cli") and top == "hvdx":
-            for name in [*module.split("."), *names]:
-                if name.startswith("_") and not name.startswith("__"):
-                    yield f"{where}: {name} has an underscore"
-    if room == "comm" and len(seen) > 1:
-        yield f"{path}: {sorted(seen)}: one communication library a file"
+    example = room == "jobs" and not within(module, {"hvdx.jobs.benchmarks"})
+    imported = graph.find_modules_directly_imported_by(module)
+    for other in sorted(imported):
+        own = within(other, {f"hvdx.{room}"})
+        if allowed is not None and not own and other not in sys.stdlib_module_names and not within(other, allowed):
+            yield f"{module}: {other}: {room} may import {sorted(allowed)} only"
+        if within(other, banned):
+            yield f"{module}: {other}: {room} may not import it"
+        if example and within(other, {"hvdx"}) and not own and other not in PUBLIC:
+            yield f"{module}: {other}: a job to read imports {sorted(PUBLIC)} only"
+    if room == "comm" and len(imported & COMMUNICATION) > 1:
+        yield f"{module}: {sorted(imported & COMMUNICATION)}: one communication library a file"
 
 
-@pytest.mark.parametrize(("room", "path"), list(sources()), ids=lambda v: str(getattr(v, "name", v)))
-def test_rooms_import_what_they_may(room, path):
-    assert room in MAY, f"{path}: a room that the table does not know"
-    assert list(complaints(room, path)) == []
-
-
-def test_table_can_fail(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    cases = {
-        "kernels": "from hvdx.errors import HvdxError",
-        "costs": "from hvdx.strategies.base import Strategy",
-        "strategies": "import keras",
-        "keras": "from hvdx.codec import make",
-        "comm": "import mpi4py\nfrom horovod import tensorflow",
-        "cli": "from hvdx.keras.fit.data import _shard_arrays",
-        "jobs": "from hvdx.keras.fit.data import shard",
-    }
-    for room, code in cases.items():
-        path = tmp_path / room / "case.py"
-        path.parent.mkdir()
-        path.write_text(code)
-        assert list(complaints(room, path)), room
-
-
-def name_of(path):
-    """Return the module name of a file."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "hvdx" else ("hvdx", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def graph_of(paths):
-    """Return {module: modules of hvdx that it imports}, imports in functions and for type checking included."""
-    files = {name_of(path): path for path in paths}
-    graph = {module: set() for module in files}
-    for module, path in files.items():
-        for source, names, _ in imports(path):
-            inner = {f"{source}.{name}" for name in names} & files.keys()
-            # `from package import module` imports only the module.
-            graph[module] |= inner | ({source} & files.keys() if len(inner) < max(len(names), 1) else set())
-    return graph
+def underscored(text):
+    """Yield the names with an underscore that a source imports from hvdx."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            words = ".".join([getattr(node, "module", None) or "", *(alias.name for alias in node.names)]).split(".")
+            yield from (w for w in words if "hvdx" in words and w.startswith("_") and not w.startswith("__"))
 
 
 def circle_in(graph):
-    """Return a circle of modules in the order of their imports, or []."""
-    done, trail = set(), []
-
-    def search(module):
-        if module in trail:
-            return [*trail[trail.index(module) :], module]
-        if module not in done:
-            trail.append(module)
-            for other in sorted(graph[module]):
-                found = search(other)
-                if found:
-                    return found
-            done.add(trail.pop())
-        return []
-
-    return next(filter(None, map(search, graph)), [])
+    """Return a circle of modules in the order of their imports, or ()."""
+    pairs = ((module, other) for module in rooms(graph) for other in graph.find_modules_directly_imported_by(module))
+    chains = (graph.find_shortest_chain(importer=other, imported=module) for module, other in pairs)
+    return next(filter(None, chains), ())
 
 
-def test_no_modules_import_each_other():
-    assert circle_in(graph_of(path for _, path in sources())) == []
+def test_rooms_import_what_they_may(graph):
+    assert set(rooms(graph).values()) == set(MAY)
+    assert graph.direct_import_exists(importer="hvdx.comm.horovod", imported="horovod")
+    assert [complaint for item in rooms(graph).items() for complaint in complaints(graph, *item)] == []
+
+
+def test_jobs_and_commands_import_no_names_with_an_underscore(graph):
+    found = {
+        module: list(underscored(text_of(module))) for module, room in rooms(graph).items() if room in ("jobs", "cli")
+    }
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+def test_table_can_fail():
+    cases = {
+        "kernels": ["hvdx.errors"],
+        "costs": ["hvdx.strategies.base"],
+        "strategies": ["keras"],
+        "keras": ["hvdx.codec"],
+        "comm": ["mpi4py", "horovod"],
+        "jobs": ["hvdx.keras.fit.data"],
+    }
+    for room, imported in cases.items():
+        graph = grimp.ImportGraph()
+        for other in imported:
+            graph.add_import(importer=f"hvdx.{room}.case", imported=other)
+        assert list(complaints(graph, f"hvdx.{room}.case", room)), room
+    assert list(underscored("from hvdx.keras.fit.data import _shard_arrays")) == ["_shard_arrays"]
+
+
+def test_no_modules_import_each_other(graph):
+    assert circle_in(graph) == ()
 
 
 def test_circle_is_found():
-    assert circle_in({"a": {"b", "d"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
+    graph = grimp.ImportGraph()
+    for importer, imported in ("ab", "bc", "cd", "cb"):
+        graph.add_import(importer=f"hvdx.{importer}", imported=f"hvdx.{imported}")
+    assert circle_in(graph) == ("hvdx.c", "hvdx.b")
 
 
-def children_of(package, graph):
-    """Return the graph of the modules and packages directly in a package; edges are imports from one into another."""
-    children = {module: ".".join(module.split(".")[: package.count(".") + 2]) for module in graph}
-    inside = [module for module in graph if module.startswith(f"{package}.")]
-    found = {children[module]: set() for module in inside}
-    for module in inside:
-        found[children[module]] |= {children[o] for o in graph[module] if o in inside} - {children[module]}
-    return found
+def test_no_packages_import_each_other(graph):
+    packages = [module for module in rooms(graph) if graph.find_children(module)]
+    assert {"hvdx.keras", "hvdx.keras.fit"} <= set(packages)
+    assert {package: found for package in packages if (found := graph.nominate_cycle_breakers(package))} == {}
 
 
-def packages_in(graph):
-    """Return the rooms that are packages, and the packages in them."""
-    names = [module.split(".") for module in graph]
-    return sorted({".".join(name[:depth]) for name in names for depth in range(2, len(name))})
-
-
-def test_no_packages_import_each_other():
-    graph = graph_of(path for _, path in sources())
-    assert {p: c for p in packages_in(graph) if (c := circle_in(children_of(p, graph)))} == {}
-
-
-def test_circle_of_packages_is_found():
-    graph = {"hvdx.r.a.x": {"hvdx.r.b.x"}, "hvdx.r.a.y": set(), "hvdx.r.b.x": set(), "hvdx.r.b.y": {"hvdx.r.a.y"}}
-    assert circle_in(graph) == []
-    assert packages_in(graph) == ["hvdx.r", "hvdx.r.a", "hvdx.r.b"]
-    assert circle_in(children_of("hvdx.r", graph)) == ["hvdx.r.a", "hvdx.r.b", "hvdx.r.a"]
-
-
-def reached(graph, module):
-    """Return the modules of hvdx that a module imports, and that these import in turn."""
-    found, waiting = set(), [module]
-    while waiting:
-        new = graph[waiting.pop()] - found
-        found |= new
-        waiting += new
-    return found
-
-
-def test_contract_of_a_strategy_needs_nothing_that_measures():
-    files = {name_of(path): path for _, path in sources()}
-    found = reached(graph_of(files.values()), "hvdx.strategies.base")
+def test_contract_of_a_strategy_needs_nothing_that_measures(graph):
+    found = graph.find_upstream_modules("hvdx.strategies.base")
     assert {"hvdx.comm.base", "hvdx.costs.types"} <= found
-    assert not found & {"hvdx.costs.measure", "hvdx.costs.link"}
-    assert [m for m in sorted(found) if {"socket", "mpi4py"} & {name for name, *_ in imports(files[m])}] == []
+    assert not found & {"hvdx.costs.measure", "hvdx.costs.link", "socket", "mpi4py"}
 
 
 def strategies():
@@ -239,12 +186,12 @@ def types_asked_for(tree):
             yield getattr(part, "id", getattr(part, "attr", "")), node.lineno
 
 
-def test_no_module_asks_for_the_class_of_a_strategy():
+def test_no_module_asks_for_the_class_of_a_strategy(graph):
     known = strategies()
-    for room, path in sources():
+    for module, room in rooms(graph).items():
         if room != "strategies":
-            asked = types_asked_for(ast.parse(path.read_text()))
-            assert [f"{path}:{line}: {name}" for name, line in asked if name in known] == []
+            asked = types_asked_for(ast.parse(text_of(module)))
+            assert [f"{module}:{line}: {name}" for name, line in asked if name in known] == []
 
 
 def test_check_for_the_class_of_a_strategy_is_found():
