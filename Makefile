@@ -54,7 +54,7 @@ kernels: $(INSTALLED)
 FRAMEWORKS = $(VENV)/.frameworks-$(MPI)-$(TF)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv frameworks kernels demo test test-all test-quick check docs wheel release first-training container mutants scripts matrix nightly deaths fuzz gpu fmt clean
+.PHONY: help venv frameworks kernels demo test test-all test-quick check docs wheel release first-training container mutants scripts matrix nightly deaths fuzz gpu fmt tables clean
 .DELETE_ON_ERROR:
 
 help:
@@ -76,6 +76,7 @@ help:
 	@echo 'make fuzz        throw damaged messages at the decoders for $(SECONDS) seconds'
 	@echo 'make gpu         on a machine with a GPU: test its kernels against the reference, and measure them'
 	@echo 'make fmt         mend what lint and formatting can mend'
+	@echo 'make tables      write the tables of figures in docs, from docs/benchmarks/*.json'
 	@echo 'make venv        prepare .venv: TensorFlow, Keras, MPI, Horovod, compiled kernels'
 	@echo 'make frameworks  install what only tests need, PyTorch and safetensors; make test does so too'
 	@echo 'make clean       delete .venv, .venv-docs, .venv-first and what tools left behind (wheels and kernels stay in the cache)'
@@ -206,6 +207,9 @@ gpu: $(if $(findstring $(BIN),$(GPU_PYTHON)),$(INSTALLED))
 fmt: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+tables: $(INSTALLED)
+	$(BIN)/python docs/tables.py
 
 clean:
 	rm -rf $(VENV) $(DOCS_VENV) $(FIRST) $(NIGHTLY) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
