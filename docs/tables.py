@@ -29,9 +29,9 @@ first step: [{"way": way, "s": s} for way, s in (read("first-step")["seconds"] |
 first step | median | range
 {STARTS[way]} | {short(median(s))} s | {span(s)}
 
-wire: together(read("wire")["independent"], "density")
+wire: rows("wire", "independent", elements=10_000_000)
 density | entropy | hvdx, 1 M elements | hvdx, 10 M | ratio at 10 M | Elias-Fano | Deeplearning4j | zstd of int32
-{DENSITIES[density]} | {entropy[-1]:.2f} | {bits[0]:.2f} | {bits[-1]:.2f} | **{ratio[-1]:.3f}** | {elias_fano[-1]:.2f} | {deeplearning4j[-1]:.1f} | {zstd[-1]:.1f}
+{DENSITIES[density]} | {entropy:.2f} | {only(r["bits"] for r in rows("wire", "independent", elements=1_000_000, density=density)):.2f} | {bits:.2f} | **{ratio:.3f}** | {elias_fano:.2f} | {deeplearning4j:.1f} | {zstd:.1f}
 
 recorded: read("wire")["recorded"]["all"]
 target density | entries | share of more than one tau | entropy | hvdx | ratio
@@ -43,7 +43,7 @@ density | threads | np.add, GB/s | encode | lookahead 3 | NumPy | 5000 arrays | 
 
 gpu: together(rows("gpu"), "density")
 density | a + b | encode | ratio | 1000 arrays | decode 16 | step | step through the host
-{DENSITIES[density]} | {plain_ms[0]:.2f} | {checked_ms[0]:.2f} | {checked_to_plain[0]:.2f} | {row["1000 arrays_ms"][0]:.2f} | {decode_ms[0]:.1f} | {on_the_GPU_ms[0]:.1f} | {through_the_host_ms[0]:.0f}
+{DENSITIES[density]} | {plain_ms[what.index("encode")]:.2f} | {checked_ms[0]:.2f} | {checked_to_plain[0]:.2f} | {row["1000 arrays_ms"][0]:.2f} | {decode_ms[0]:.1f} | {on_the_GPU_ms[0]:.1f} | {through_the_host_ms[0]:.0f}
 
 memory: rows(file)
 {network} | start | steps | end of an epoch | more | first step, s | later steps, s
@@ -65,7 +65,7 @@ densities: together(rows("densities"), "way")
 density | median | smallest to largest
 {way.partition("target_density=")[2] or "automatic"} | {median(seconds):.1f} | {span(seconds, ".1f")}
 
-budget: together([row | {"training": name} for model, name in MODELS.items() for row in summary("budget", model, "100mbit")], "training", "hosts")
+budget: together([row | {"training": name} for model, name in MODELS.items() for row in sorted(summary("budget", model, "100mbit"), key=lambda row: row["strategy"])], "training", "hosts")
 training | hosts | ms a step, 0.1 | ms, 0.05 | kB sent a step, 0.1 | kB, 0.05 | seconds, 0.1 | seconds, 0.05
 {training} | {hosts} | {ms[0]:.0f} | {ms[1]:.0f} | {bytes[0] / 1e3:.0f} | {bytes[1] / 1e3:.0f} | {seconds[0]:.1f} ({least[0]:.1f} to {most[0]:.1f}) | {seconds[1]:.1f} ({least[1]:.1f} to {most[1]:.1f})
 
@@ -113,13 +113,13 @@ scale: rows("scale")
 workers | exchange | received | decoded | encoding | decoding | network
 {workers if exchange == "all_gather" else ""} | {exchange} | {quantity(received, "B")} ({predicted_received / received:.2f}) | {decoded:.1f} | {predicted(encoding, predicted_encoding)} | {predicted(decoding, predicted_decoding)} | {predicted(network, predicted_network)}
 
-exchanges: together(rows("scale"), "workers")
+exchanges: together(sorted(rows("scale"), key=lambda row: row["exchange"]), "workers")
 workers | all_gather: received | messages decoded | ms decoding | sharded: received | messages decoded | ms decoding
 {workers} | {quantity(received[0], "B")} | {short(decoded[0])} | {short(decoding[0])} | {quantity(received[1], "B")} | {short(decoded[1])} | {short(decoding[1])}
 
 predict: together(predictions(), "model", "hosts", "bandwidth")
 model | hosts | link | all_reduce | fp16 | threshold | averaging | server
-{model} | {hosts} | {LINKS[bandwidth]} | {" | ".join(map(predicted, measured_ms, predicted_ms))}
+{model} | {hosts} | {LINKS[bandwidth]} | {" | ".join(predicted(measured_ms[i], predicted_ms[i]) for i in map(strategy.index, PREDICTED))}
 
 simulate: sorted(together(rows("simulate"), "hosts", "bandwidth"), key=lambda row: (row["hosts"], harness.bits(row["bandwidth"])))
 hosts | link | all_reduce over MPI | all_reduce, fp16 | threshold, all-gather | threshold, sharded
@@ -127,7 +127,7 @@ hosts | link | all_reduce over MPI | all_reduce, fp16 | threshold, all-gather | 
 
 averaging network: rows("averaging-network")
 averaged | sent a step | sent / expected | link / sent | ms a step | % after epoch 1 | 2 | 3 | seconds in all | seconds to 85 %
-{averaged(name)} | {quantity(sent / steps, "B")} | {sent / steps / (6 * harness.parameters(1024)) * period / (1 + state):.3f} | {row.get("link", row.get("auto")) / sent:.3f} | {ms:.0f} | {curve[0][1]:.2f} | {curve[1][1]:.2f} | {curve[2][1]:.2f} | {ms * steps / 1e3:.0f} | {ms * next((n for n, accuracy in curve if accuracy >= 85), nan) / 1e3:.0f}
+{averaged(name)} | {quantity(sent / steps, "B")} | {sent / steps / (6 * read("averaging-network")["parameters"]) * period / (1 + state):.3f} | {row.get("link", row.get("auto")) / sent:.3f} | {ms:.0f} | {curve[0][1]:.2f} | {curve[1][1]:.2f} | {curve[2][1]:.2f} | {ms * steps / 1e3:.0f} | {ms * next((n for n, accuracy in curve if accuracy >= 85), nan) / 1e3:.0f}
 
 averaging question: rows("averaging-question")
 optimiser | averaged | from dense | divergence | accuracy, %
@@ -177,7 +177,7 @@ scaling, simulated: [c for i, c in enumerate(read("scaling-simulated")["cases"])
 workers | strategy | ms a step | kB sent a step | seconds
 {workers} | {STRATEGIES[strategy] if workers > 1 else "one worker"} | {1e3 * seconds:.0f} | {sent / 1e3:.0f} | {next(s for s, loss in losses if loss <= 0.15):.1f}
 
-edges: together(together(rows("edges"), "place", "victim"), "place")
+edges: together(together(sorted(rows("edges"), key=lambda row: row["victim"]), "place", "victim"), "place")
 a worker dies at | what the others do | exit code, rank 0 | to the end | exit code, another worker | to the end
 {place} | {PLACES[place]} | {only(code[0])} | {only(ended[0])} | {only(code[1])} | {only(ended[1])}
 
@@ -189,12 +189,15 @@ split memory: rows("split-memory")
 workers in the group | weights and momenta, counted | resident memory | / one worker
 {ranks} | {counted / 1e9:.2f} GB | {resident / 1e9:.2f} GB | {bold(f"{resident / every[0]['resident']:.3f}", ranks > 1)}
 """  # noqa: E501
+BLOCKS = dict(block.split(": ", 1) for block in TABLES.strip().split("\n\n"))
 
 # -- words ------------------------------------------------------------------------------------------------------------
 
 DENSITIES = {1e-4: "1e-4", 1e-3: "1e-3", 1e-2: "1e-2", 1 / 16: "1/16", 0.1: "0.1"}
 LINKS = {"10mbit": "10 Mbit/s", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "none": "none"}
 MODELS = {"lm": "transformer", "cnn": "CNN", "mlp": "MLP"}
+PREDICTED = ["all_reduce", "all_reduce:compression=fp16", "threshold", "parameter_averaging"]
+PREDICTED += ["parameter_server:servers=colocated"]
 OPTIMIZERS = {"sgd": "SGD 0.1", "momentum": "SGD 0.05, momentum 0.9", "adam": "Adam 0.001"}
 STRATEGIES = {
     "one worker": "one worker",
@@ -401,8 +404,7 @@ def show(name: str, **given: Any) -> None:
         name: name of the table in `TABLES`.
         given: further names for its expressions.
     """
-    (block,) = (block for block in TABLES.strip().split("\n\n") if block.startswith(f"{name}: "))
-    source, headers, cells = block.removeprefix(f"{name}: ").split("\n")
+    source, headers, cells = BLOCKS[name].split("\n")
     every = eval(source, globals() | given)
     lines = [filled(headers, given)]
     for row in every:
