@@ -1,7 +1,7 @@
 """Reader of the pickle in a PyTorch file that executes none of it.
 
-A pickle is a program that names functions and calls them. Here every allowed name has a harmless stand-in from
-`hvdx.averaging.torch_pickle`, other names are refused, and PyTorch is not imported.
+A pickle is a program that names functions and calls them. Here every allowed name has a harmless stand-in, other
+names are refused, and PyTorch is not imported.
 """
 
 import io
@@ -9,9 +9,10 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
-from hvdx.averaging.torch_beside import BESIDE, Attributes, copied
 from hvdx.averaging.torch_values import (
+    BESIDE,
     MOST_DIMENSIONS,
+    Attributes,
     Dictionary,
     Dtype,
     Function,
@@ -19,6 +20,7 @@ from hvdx.averaging.torch_values import (
     Storage,
     UnsupportedError,
     View,
+    copied,
 )
 from hvdx.errors import AverageError
 
@@ -263,8 +265,7 @@ def read_pickle(content: bytes, where: str) -> Any:
         where: name of the file, for error messages.
 
     Raises:
-        AverageError: if the pickle is damaged, or contains objects that `hvdx.averaging.torch_pickle` does not allow.
-            Nothing was executed.
+        AverageError: if the pickle is damaged, or contains objects that have no stand-in. Nothing was executed.
 
     Example:
         >>> read_pickle(pickle.dumps({"epoch": 3}), "model.pt")

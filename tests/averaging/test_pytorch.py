@@ -1,6 +1,6 @@
 """Averages of PyTorch files, written by torch.save and read by torch.load; and pickles that contain code."""
 
-# Tests: hvdx/averaging/torch_pickle.py, hvdx/averaging/torch_pickle.py, hvdx/averaging/torch_values.py
+# Tests: hvdx/averaging/torch_pickle.py, hvdx/averaging/torch_values.py
 
 import collections
 import contextlib

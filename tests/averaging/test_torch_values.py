@@ -1,6 +1,6 @@
 """Objects that training scripts save beside tensors: copied from the first network, and read without executing code."""
 
-# Tests: hvdx/averaging/torch_beside.py, hvdx/averaging/torch_pickle.py
+# Tests: hvdx/averaging/torch_values.py, hvdx/averaging/torch_pickle.py
 
 import argparse
 import collections
