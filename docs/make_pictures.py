@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from hvdx.cli.advising.chart import CHART
+from hvdx.cli.advising.answer import CHART
 from hvdx.jobs.benchmarks import scaling
 
 DOCS = Path(__file__).resolve().parent

@@ -190,7 +190,7 @@ def _report(
     links: "dict[str, Link]",
 ) -> int:
     """Predict for each link, print, and write the JSON file."""
-    from hvdx.cli.advising import answer, chart
+    from hvdx.cli.advising import answer
     from hvdx.costs.model import one_worker
 
     alone, shared, machine = measured
@@ -223,9 +223,9 @@ def _report(
             {
                 "bandwidth": bandwidth,
                 "latency": link.latency,
-                "bytes_per_second": chart.bandwidth(situation),
-                "relative_transfer": chart.relative_transfer(situation),
-                "chart_line": chart.chosen(situation),
+                "bytes_per_second": answer.bytes_per_second(situation),
+                "relative_transfer": answer.relative_transfer(situation),
+                "chart_line": answer.chart_line(situation),
                 "answers": [a.as_dict() for a in answers],
                 "line": [_point(a) for a in line],
             }
@@ -278,14 +278,14 @@ def _head(alone: "Training", shared: "Training", machine: "Machine", per_host: i
 
 def _section(situation: "Situation", answers: "Sequence[Answer]", line: "Sequence[Answer]") -> str:
     """Return the tables for one link."""
-    from hvdx.cli.advising import answer, chart
+    from hvdx.cli.advising import answer
 
     network = situation.link
-    bandwidth = chart.bandwidth(situation)
+    bandwidth, transfer = answer.bytes_per_second(situation), answer.relative_transfer(situation)
     texts = [
         answer.wrapped(
             f"link {answers[0].bandwidth}: {8e-6 * bandwidth:.4g} Mbit/s for data, {1e3 * network.latency:.3g} ms. "
-            f"To transfer the gradients once takes {chart.relative_transfer(situation):.2g} times as long as computing."
+            f"To transfer the gradients once takes {transfer:.2g} times as long as computing."
         )
     ]
     for found in answers:
@@ -293,7 +293,7 @@ def _section(situation: "Situation", answers: "Sequence[Answer]", line: "Sequenc
         texts.append(f"{found.workers} worker{plural} at {found.bandwidth}\n{answer.table(found)}")
     texts.append(f"best strategy by the number of workers at {answers[0].bandwidth}\n{answer.best_table(line)}")
     texts += filter(None, [answer.wrapped(answer.basis_text([*answers, *line]))])
-    texts.append(chart.text(situation))
+    texts.append(answer.chart_text(situation))
     return "\n\n".join(texts)
 
 

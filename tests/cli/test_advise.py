@@ -1,7 +1,6 @@
 """`hvdx advise`: the measurements of a script, the answers, and the errors. No TensorFlow."""
 
 # Tests: hvdx/cli/advising/answer.py, hvdx/cli/advising/machine.py, hvdx/cli/advising/script.py
-# Tests: hvdx/cli/advising/chart.py
 
 import json
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli.advising import answer, chart, machine, script
+from hvdx.cli.advising import answer, machine, script
 from hvdx.cli.main import main
 from hvdx.costs.model import Situation
 from hvdx.costs.types import Link, Machine
@@ -242,8 +241,8 @@ def situation(seconds=0.1, elements=1_000_000, rate=1e9, slots=0.0):
     ],
 )
 def test_line_of_the_chart(case, line):
-    assert chart.chosen(case) == line
-    marked = [text for text in chart.text(case).splitlines() if text.startswith("*")]
+    assert answer.chart_line(case) == line
+    marked = [text for text in answer.chart_text(case).splitlines() if text.startswith("*")]
     assert [text.split()[1] for text in marked] == [str(line)]
 
 
@@ -251,5 +250,5 @@ def test_chart_is_that_of_the_page():
     page = (ROOT / "docs" / "scaling.md").read_text().split("## Which strategy for me")[1]
     rows = re.findall(r"^\| (\d) \| (.*) \| (.*) \|$", page, re.MULTILINE)
     plain = [(if_, re.sub(r"\[(.*?)\]\(.*?\)", r"\1", then).replace("`", "")) for _, if_, then in rows]
-    assert [number for number, *_ in rows] == [str(i) for i in range(1, len(chart.CHART) + 1)]
-    assert plain == list(chart.CHART)
+    assert [number for number, *_ in rows] == [str(i) for i in range(1, len(answer.CHART) + 1)]
+    assert plain == list(answer.CHART)
