@@ -5,9 +5,10 @@ import json
 import os
 import sys
 import textwrap
+from dataclasses import replace
 
-from hvdx.cli.batch.checks import diagnose_batch
-from hvdx.cli.batch.probe import Request
+from hvdx.cli.batch.probe import Request, request_from, try_lsf, try_pbs, try_slurm
+from hvdx.cli.batch.systems import SlurmSite, ask_slurm, find_batch_system, hosts_of_job, job_of
 from hvdx.cli.common.mpi_tools import find_mpi
 from hvdx.cli.diagnosis import checks
 from hvdx.cli.diagnosis.checks import Check
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Run all checks and print them. Return 0 if training would work, else 1."""
     if args.batch:
         request = Request(args.account, args.partition, args.mpi, args.nodes, args.batch_timeout)
-        found = diagnose_batch(request, _say)
+        found = diagnose_batch(request)
     else:
         found = diagnose()
     ok = all(check.status != "problem" for check in found)
@@ -81,6 +82,32 @@ def diagnose() -> list[Check]:
         checks.horovodrun(mpi),
         *checks.machine(frameworks),
     ]
+
+
+def diagnose_batch(request: Request) -> list[Check]:
+    """Find the batch system, start two tasks through it, and return the checks in the order of the table.
+
+    Args:
+        request: the user's options; empty ones are filled from the environment and the site file.
+    """
+    system = find_batch_system()
+    if system is None:
+        return [checks.batch_system(None)]
+    if system.failure:
+        return [checks.batch_system(system)]
+    request, mpi = request_from(os.environ, request, system.name.lower()), find_mpi()
+    job = job_of(system.name)
+    if job:
+        request = replace(request, nodes=min(request.nodes, hosts_of_job(system.name)))
+    found = [checks.batch_system(system), checks.allocation(system.name, job)]
+    if system.name == "Slurm":
+        site = ask_slurm()
+        found += [checks.default_partition(site, request), checks.srun_plugins(site)]
+        attempts = try_slurm(request, site, mpi, _say) if "srun" in system.commands else []
+    else:
+        site = SlurmSite()
+        attempts = try_pbs(request, mpi, _say) if system.name == "PBS" else try_lsf(request, system, mpi, _say)
+    return [*found, *checks.ways(attempts, request, site, mpi)]
 
 
 def _seconds(text: str) -> float:

@@ -1,19 +1,19 @@
 """`hvdx doctor --batch` with stand-ins for the commands of Slurm, PBS and LSF."""
 
-# Tests: hvdx/cli/batch/checks.py, hvdx/cli/batch/probe.py, hvdx/cli/batch/systems.py
+# Tests: hvdx/cli/diagnosis/checks.py, hvdx/cli/batch/probe.py, hvdx/cli/batch/systems.py
 
 import json
 import shlex
 
 import pytest
 
-from hvdx.cli.batch import checks as batch_checks
+from hvdx.cli import doctor as doctor_command
 from hvdx.cli.batch import probe as batch_probe
-from hvdx.cli.batch.checks import ways
 from hvdx.cli.batch.probe import Attempt, Request, Task, choose_plugin, request_from, tasks_in
 from hvdx.cli.batch.systems import SlurmSite, default_partition, hosts_of_job, job_of, plugins
 from hvdx.cli.common.mpi_tools import Mpi, host_options
 from hvdx.cli.common.processes import run
+from hvdx.cli.diagnosis.checks import ways
 from hvdx.cli.main import main
 
 TOLD = 'HVDX {{"host": "n{host}", "rank": {rank}, "size": {size}, "library": "Open MPI 5.0.8", "failure": ""}}'
@@ -59,7 +59,9 @@ def site(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     path, made.vendor = made.bin / "mpirun", "Open MPI"
     monkeypatch.setattr(
-        batch_checks, "find_mpi", lambda: Mpi(mpirun=str(path), launcher_vendor=made.vendor) if path.exists() else Mpi()
+        doctor_command,
+        "find_mpi",
+        lambda: Mpi(mpirun=str(path), launcher_vendor=made.vendor) if path.exists() else Mpi(),
     )
     return made
 
