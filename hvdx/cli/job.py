@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 
 from hvdx.cli.batch import kubernetes, site
-from hvdx.cli.batch.plan import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan
-from hvdx.cli.batch.script import script
+from hvdx.cli.batch.job_script import BATCH, DEFAULTS, LAUNCHERS, VENDORS, make_plan, script
 from hvdx.cli.commands import COMMANDS
 from hvdx.cli.common.processes import program_of
 from hvdx.errors import ConfigError

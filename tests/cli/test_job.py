@@ -1,6 +1,6 @@
 """`hvdx job`: options, output and submission. test_job_templates.py runs the scripts."""
 
-# Tests: hvdx/cli/batch/plan.py, hvdx/cli/batch/script.py, hvdx/cli/batch/template.py
+# Tests: hvdx/cli/batch/job_script.py, hvdx/cli/batch/template.py
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli.batch.plan import parse_time
+from hvdx.cli.batch.job_script import parse_time
 from hvdx.cli.batch.template import fill, shell_words
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError

@@ -1,6 +1,6 @@
 """The scripts of `hvdx job`, checked by bash and shellcheck, and run with stand-ins for launchers and batch systems."""
 
-# Tests: hvdx/cli/batch/script.py, hvdx/cli/batch/template.py
+# Tests: hvdx/cli/batch/job_script.py, hvdx/cli/batch/template.py
 
 import json
 import os

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from hvdx.cli.batch.plan import DEFAULTS, check_count, check_name, check_strategy, command_of, parse_time
+from hvdx.cli.batch.job_script import DEFAULTS, check_count, check_name, check_strategy, command_of, parse_time
 from hvdx.cli.batch.template import Value, fill, template
 from hvdx.errors import ConfigError
 
