@@ -14,7 +14,7 @@ from hvdx.cli.commands import COMMANDS
 from hvdx.cli.common import json_file
 from hvdx.cli.common.processes import program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
-from hvdx.cli.emulation.network import parse_rate
+from hvdx.cli.emulation.switch import parse_rate
 from hvdx.cli.run import parse_hosts
 from hvdx.comm.launcher import usable_memory
 from hvdx.errors import ConfigError

@@ -14,10 +14,8 @@ from hvdx.cli.common.mpi_tools import Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.preflight import check_start
 from hvdx.cli.common.processes import child_environment, program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
-from hvdx.cli.emulation import network
-from hvdx.cli.emulation.inside import GRACE, Plan
-from hvdx.cli.emulation.namespaces import enter, obstacle
-from hvdx.cli.emulation.network import MAX_HOSTS, SCRATCH, SUBNET, Shape, parse_burst, parse_rate
+from hvdx.cli.emulation.namespaces import GRACE, Plan, enter, obstacle
+from hvdx.cli.emulation.switch import MAX_HOSTS, SCRATCH, SUBNET, Shape, check_command, parse_burst, parse_rate
 from hvdx.errors import ConfigError, LaunchError
 from hvdx.log import Log
 from hvdx.report.table import quantity, render
@@ -140,7 +138,7 @@ def _program(args: argparse.Namespace, shape: Shape) -> list[str]:
             raise ConfigError(f"lab: --check: expected no command, got {words[0]}. Do: leave out one of the two.")
         if args.hosts < 2:
             raise ConfigError("lab: --check: expected 2 hosts or more, got 1. Do: leave out -n.")
-        return network.check_command(shape.rate, shape.delay)
+        return check_command(shape.rate, shape.delay)
     if not words:
         raise ConfigError(f"lab: expected a command to run, got none. Do: {EXAMPLE}")
     if words[0].startswith("-"):
@@ -186,7 +184,7 @@ def _run_inside(
         args.hosts, args.ranks_per_host, shape.rate, shape.delay, shape.bucket, launcher, program, control_read,
         answer_write,
     )  # fmt: skip
-    command = [*enter(), sys.executable, "-m", "hvdx.cli.emulation.inside", plan.dump()]
+    command = [*enter(), sys.executable, "-m", "hvdx.cli.emulation.namespaces", plan.dump()]
     with os.fdopen(control_write, "wb", buffering=0) as control, os.fdopen(answer_read) as answers:
         process = subprocess.Popen(command, env=child_environment(**threads), pass_fds=(control_read, answer_write))
         os.close(control_read)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdx.cli.common.processes import kill_group, start_group
-from hvdx.cli.emulation import namespaces, network
+from hvdx.cli.emulation import namespaces, switch
 from hvdx.comm.waiting import until
 from hvdx.jobs.benchmarks import harness
 from hvdx.jobs.benchmarks.harness import Row, figure
@@ -100,7 +100,7 @@ def _measure(case: Row) -> Row:
 
 def _lose(way: str, path: str) -> int:
     """Train on all hosts, lose one, and write the figures."""
-    hosts = network.build(len(_HOSTS), network.Shape())
+    hosts = switch.build(len(_HOSTS), switch.Shape())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _serve_ssh(folder, hosts)
@@ -129,7 +129,7 @@ def _lose(way: str, path: str) -> int:
     return 0
 
 
-def _serve_ssh(folder: Path, hosts: list[network.Host]) -> None:
+def _serve_ssh(folder: Path, hosts: list[switch.Host]) -> None:
     """Start a sshd on each host, and make a ssh for this process that reaches them."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
     modules = os.environ.get("PYTHONPATH", "")
@@ -138,7 +138,7 @@ def _serve_ssh(folder: Path, hosts: list[network.Host]) -> None:
     (folder / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"\n')
     (folder / "ssh").chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)
-    agent = network.agent(hosts)
+    agent = switch.agent(hosts)
     for host in hosts:
         subprocess.run([agent, host.name, f"/usr/sbin/sshd -f {folder}/sshd_config"], check=True)
 
@@ -147,7 +147,7 @@ def _cut() -> None:
     subprocess.run(["ip", "link", "set", f"port{_LOST}", "down"], check=True)
 
 
-def _stop(host: network.Host) -> None:
+def _stop(host: switch.Host) -> None:
     """Stop all processes on a host."""
     place = os.readlink(f"/proc/{host.keeper.pid}/ns/net")
     for process in Path("/proc").glob("[0-9]*"):

@@ -1,7 +1,6 @@
 """`hvdx lab`: options and messages; and hosts, links and counters, if this machine supports them."""
 
-# Tests: hvdx/cli/emulation/inside.py, hvdx/cli/emulation/network.py, hvdx/cli/emulation/namespaces.py
-# Tests: hvdx/cli/emulation/network.py
+# Tests: hvdx/cli/emulation/namespaces.py, hvdx/cli/emulation/switch.py
 
 import json
 import os
@@ -20,7 +19,7 @@ from hvdx.cli.common.mpi_tools import Mpi
 from hvdx.cli.common.processes import Outcome
 from hvdx.cli.emulation import namespaces
 from hvdx.cli.emulation.namespaces import obstacle
-from hvdx.cli.emulation.network import Shape, parse_burst, parse_rate
+from hvdx.cli.emulation.switch import Shape, parse_burst, parse_rate
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError
 from tests.launch import ROOT, run_command

@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdx import foreign
 from hvdx.cli.common.processes import program_of, search_path
-from hvdx.cli.emulation.network import MAX_HOSTS, parse_rate
+from hvdx.cli.emulation.switch import MAX_HOSTS, parse_rate
 from hvdx.cli.report import parse_target
 from hvdx.cli.run import parse_hosts
 from hvdx.errors import ConfigError
