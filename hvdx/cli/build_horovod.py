@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hvdx.cli.horovod_build import cache, install, needs, patches, source, tools, wheel
+from hvdx.cli.horovod_build import needs, source, wheel
 from hvdx.errors import ConfigError
 from hvdx.log import Log
 
@@ -49,18 +49,18 @@ def run(args: argparse.Namespace) -> int:
     print_survey(found)
     if found.missing:
         return 1
-    key = cache.Key(found.tensorflow, found.mpi.name, found.mpi.home, args.gpu, args.gloo, found.settings)
+    key = wheel.Key(found.tensorflow, found.mpi.name, found.mpi.home, args.gpu, args.gloo, found.settings)
     try:
         return _run(args, found, key)
-    except (wheel.BuildError, install.ProofError) as error:
+    except (wheel.BuildError, wheel.ProofError) as error:
         _log.error(str(error))
         return 1
 
 
-def _run(args: argparse.Namespace, found: needs.Survey, key: cache.Key) -> int:
-    root = cache.make_root()
-    kept = None if args.force else cache.get(key, root)
-    if kept is not None and args.wheel_only is None and install.is_installed(kept):
+def _run(args: argparse.Namespace, found: needs.Survey, key: wheel.Key) -> int:
+    root = wheel.make_root()
+    kept = None if args.force else wheel.kept(key, root)
+    if kept is not None and args.wheel_only is None and wheel.is_installed(kept):
         _say(f"Horovod {key.horovod} for this TensorFlow and MPI is installed already (--force builds it again)")
         return 0
     if kept is not None:
@@ -70,14 +70,14 @@ def _run(args: argparse.Namespace, found: needs.Survey, key: cache.Key) -> int:
         args.wheel_only.mkdir(parents=True, exist_ok=True)
         _say(f"wheel: {shutil.copy2(file, args.wheel_only)}")
         return 0
-    install.install(file)
+    wheel.install(file)
     _say(f"installed Horovod {key.horovod} into {sys.prefix}")
     if args.no_test:
         return 0
     return _prove(found)
 
 
-def build_wheel(key: cache.Key, settings: dict[str, str], jobs: int | None = None) -> Path:
+def build_wheel(key: wheel.Key, settings: dict[str, str], jobs: int | None = None) -> Path:
     """Download, patch, build and cache a wheel.
 
     Args:
@@ -92,19 +92,19 @@ def build_wheel(key: cache.Key, settings: dict[str, str], jobs: int | None = Non
         HvdxError: if the source cannot be fetched, differs from the pinned one, or does not compile; or if others may
             write to the cache.
     """
-    root = cache.make_root()
-    env = tools.build_environment(root)
+    root = wheel.make_root()
+    env = needs.build_environment(root)
     archive = source.fetch(root / "source", env)
     log = root / "logs" / f"{key.name}.log"
     jobs = jobs or wheel.default_jobs()
     with tempfile.TemporaryDirectory(prefix="hvdx-horovod-") as temporary:
         unpacked = source.unpack(archive, Path(temporary))
-        patches.apply(unpacked)
+        source.apply_patches(unpacked)
         _say(f"building Horovod {key.horovod} with {jobs} parallel compilers; log: {log}")
         start = time.monotonic()
         built = wheel.build(unpacked, Path(temporary), _variables(env, settings, key.gpu, key.gloo), jobs, log)
         _say(f"built in {time.monotonic() - start:.0f} s")
-        return cache.put(key, built, root)
+        return wheel.keep(key, built, root)
 
 
 def print_survey(found: needs.Survey) -> None:
@@ -132,7 +132,7 @@ def _prove(found: needs.Survey) -> int:
         _say("not tested, as there is no mpirun; test it with the cluster's launcher, such as `srun -n 2`")
         return 0
     start = time.monotonic()
-    command = install.prove(found.mpi)
+    command = wheel.prove(found.mpi)
     _say(f"tested: two workers ran an all-reduce ({time.monotonic() - start:.0f} s): {command} ...")
     return 0
 

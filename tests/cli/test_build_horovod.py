@@ -1,8 +1,6 @@
 """`hvdx build-horovod`, without the build itself: no test here compiles Horovod."""
 
-# Tests: hvdx/cli/horovod_build/cache.py, hvdx/cli/horovod_build/install.py, hvdx/cli/horovod_build/needs.py
-# Tests: hvdx/cli/horovod_build/patches.py, hvdx/cli/horovod_build/wheel.py, hvdx/cli/horovod_build/source.py
-# Tests: hvdx/cli/horovod_build/tools.py, hvdx/cli/horovod_build/wheel.py
+# Tests: hvdx/cli/horovod_build/needs.py, hvdx/cli/horovod_build/source.py, hvdx/cli/horovod_build/wheel.py
 
 import dataclasses
 import io
@@ -17,12 +15,12 @@ import pytest
 
 from hvdx.cli import build_horovod
 from hvdx.cli.common.mpi_tools import Mpi
-from hvdx.cli.horovod_build import cache, install, needs, patches, source, tools, wheel
-from hvdx.cli.horovod_build.wheel import Progress
+from hvdx.cli.horovod_build import needs, source, wheel
+from hvdx.cli.horovod_build.wheel import BuildProgress
 from hvdx.cli.main import main
 from hvdx.errors import ConfigError, HvdxError
 
-KEY = cache.Key(tensorflow="2.21.0", mpi="Open MPI 5.0.11")
+KEY = wheel.Key(tensorflow="2.21.0", mpi="Open MPI 5.0.11")
 FOUND = needs.Survey((needs.Need("make", "/usr/bin/make", ""),), "2.21.0", Mpi("Open MPI", "5.0.11"), {})
 
 
@@ -35,20 +33,20 @@ def _source(tmp_path, text):
 
 
 def test_patch_replaces_the_text(tmp_path):
-    patches.apply(_source(tmp_path, "#if OLD\nrest\n"), [patches.Patch("a.cc", "#if OLD", "#if NEW", "why")])
+    source.apply_patches(_source(tmp_path, "#if OLD\nrest\n"), [source.Patch("a.cc", "#if OLD", "#if NEW", "why")])
     assert (tmp_path / "a.cc").read_text() == "#if NEW\nrest\n"
 
 
 @pytest.mark.parametrize("text", ["nothing of it", "#if OLD\n#if OLD\n"])
 def test_patch_refuses_text_that_is_absent_or_twice(tmp_path, text):
     with pytest.raises(HvdxError, match=r"a\.cc: expected the text"):
-        patches.apply(_source(tmp_path, text), [patches.Patch("a.cc", "#if OLD", "#if NEW", "why")])
+        source.apply_patches(_source(tmp_path, text), [source.Patch("a.cc", "#if OLD", "#if NEW", "why")])
     assert (tmp_path / "a.cc").read_text() == text
 
 
 def test_patch_refuses_a_missing_file(tmp_path):
     with pytest.raises(HvdxError, match=r"b\.cc: expected it in Horovod's source"):
-        patches.apply(tmp_path, [patches.Patch("b.cc", "x", "y", "why")])
+        source.apply_patches(tmp_path, [source.Patch("b.cc", "x", "y", "why")])
 
 
 # --- source
@@ -112,14 +110,14 @@ OTHERS = {
     "gloo": True,
     "settings": {"HOROVOD_CUDA_HOME": "/usr/local/cuda-12"},
     "horovod": "0.28.2",
-    "patches": patches.REVISION + 1,
+    "patches": source.REVISION + 1,
     "python": "cpython-312",
     "platform": "linux-aarch64-glibc2.36",
 }
 
 
 def test_every_field_of_the_key_is_varied():
-    assert set(OTHERS) == {field.name for field in dataclasses.fields(cache.Key)}
+    assert set(OTHERS) == {field.name for field in dataclasses.fields(wheel.Key)}
 
 
 @pytest.mark.parametrize(("field", "value"), OTHERS.items(), ids=OTHERS)
@@ -141,9 +139,9 @@ def _wheel(tmp_path, content=b"a wheel"):
 
 def test_cache_returns_a_stored_wheel(tmp_path):
     folder = tmp_path / "cache"
-    assert cache.get(KEY, folder) is None
-    kept = cache.put(KEY, _wheel(tmp_path), folder)
-    assert cache.get(KEY, folder) == kept
+    assert wheel.kept(KEY, folder) is None
+    kept = wheel.keep(KEY, _wheel(tmp_path), folder)
+    assert wheel.kept(KEY, folder) == kept
     assert kept.read_bytes() == b"a wheel"
     assert [entry.name for entry in folder.iterdir()] == [KEY.name]
     metadata = json.loads((folder / KEY.name / "metadata.json").read_text())
@@ -152,7 +150,7 @@ def test_cache_returns_a_stored_wheel(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "no metadata", "bad metadata", "no wheel"])
 def test_cache_ignores_a_damaged_entry(tmp_path, damage):
-    kept = cache.put(KEY, _wheel(tmp_path), tmp_path / "cache")
+    kept = wheel.keep(KEY, _wheel(tmp_path), tmp_path / "cache")
     metadata = kept.parent / "metadata.json"
     actions: dict[str, Callable[[], object]] = {
         "truncated": lambda: kept.write_bytes(b"a wh"),
@@ -161,40 +159,40 @@ def test_cache_ignores_a_damaged_entry(tmp_path, damage):
         "no wheel": kept.unlink,
     }
     actions[damage]()
-    assert cache.get(KEY, tmp_path / "cache") is None
-    assert cache.put(KEY, _wheel(tmp_path, b"again"), tmp_path / "cache").read_bytes() == b"again"
+    assert wheel.kept(KEY, tmp_path / "cache") is None
+    assert wheel.keep(KEY, _wheel(tmp_path, b"again"), tmp_path / "cache").read_bytes() == b"again"
 
 
 @pytest.mark.parametrize("which", ["wheel", "entry"])
 def test_cache_returns_no_wheel_that_others_can_have_written(tmp_path, which, capsys):
-    kept = cache.put(KEY, _wheel(tmp_path), tmp_path / "cache")
+    kept = wheel.keep(KEY, _wheel(tmp_path), tmp_path / "cache")
     (kept if which == "wheel" else kept.parent).chmod(0o777)
-    assert cache.get(KEY, tmp_path / "cache") is None
+    assert wheel.kept(KEY, tmp_path / "cache") is None
     assert "the cached wheel is not used, and built again: others may write to" in capsys.readouterr().err
-    cache.put(KEY, _wheel(tmp_path), tmp_path / "cache")
-    assert cache.get(KEY, tmp_path / "cache") == kept
+    wheel.keep(KEY, _wheel(tmp_path), tmp_path / "cache")
+    assert wheel.kept(KEY, tmp_path / "cache") == kept
 
 
 def test_cache_that_others_can_write_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HVDX_CACHE", str(tmp_path))
-    cache.make_root().chmod(0o775)
-    assert cache.make_root().stat().st_mode & 0o777 == 0o755
-    cache.make_root().chmod(0o777)
+    wheel.make_root().chmod(0o775)
+    assert wheel.make_root().stat().st_mode & 0o777 == 0o755
+    wheel.make_root().chmod(0o777)
     with pytest.raises(ConfigError, match=r"others may write to .*/horovod .* set HVDX_CACHE"):
-        cache.make_root()
+        wheel.make_root()
 
 
 def test_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.setenv("HVDX_CACHE", "/some/where")
-    assert str(cache.root()) == "/some/where/horovod"
+    assert str(wheel.root()) == "/some/where/horovod"
     monkeypatch.delenv("HVDX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert str(cache.root()) == "/xdg/hvdx/horovod"
+    assert str(wheel.root()) == "/xdg/hvdx/horovod"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container's user may have no entry
     monkeypatch.setattr(tempfile, "tempdir", "/scratch")
-    assert str(cache.root()) == f"/scratch/hvdx-{os.getuid()}/horovod"
+    assert str(wheel.root()) == f"/scratch/hvdx-{os.getuid()}/horovod"
 
 
 # --- requirements
@@ -244,13 +242,13 @@ def test_supported_tensorflow(version, supported):
 
 
 def test_build_requirements_come_from_the_metadata():
-    requirements = tools.build_requirements()
+    requirements = needs.build_requirements()
     assert any(line.startswith("cmake") for line in requirements)
     assert not any(line.startswith(("numpy", "pytest")) for line in requirements)
 
 
 def test_unmet_requirements():
-    assert tools.unmet(["pytest", "no-such-package-here", "pytest<1"]) == ["no-such-package-here", "pytest<1"]
+    assert needs.unmet(["pytest", "no-such-package-here", "pytest<1"]) == ["no-such-package-here", "pytest<1"]
 
 
 # --- the command, with the build and the installation replaced
@@ -272,13 +270,13 @@ def bench(monkeypatch, tmp_path):
 
     monkeypatch.setenv("HVDX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(needs, "survey", lambda gpu: FOUND)
-    monkeypatch.setattr(tools, "build_environment", lambda root: {})
+    monkeypatch.setattr(needs, "build_environment", lambda root: {})
     monkeypatch.setattr(source, "fetch", lambda folder, env: tmp_path / "archive")
     monkeypatch.setattr(source, "unpack", lambda archive, folder: folder)
-    monkeypatch.setattr(patches, "apply", lambda folder: None)
+    monkeypatch.setattr(source, "apply_patches", lambda folder: None)
     monkeypatch.setattr(wheel, "build", build)
-    monkeypatch.setattr(install, "install", put_in)
-    monkeypatch.setattr(install, "installed_digest", lambda: installed["digest"])
+    monkeypatch.setattr(wheel, "install", put_in)
+    monkeypatch.setattr(wheel, "installed_digest", lambda: installed["digest"])
     return done
 
 
@@ -299,14 +297,14 @@ def test_build_runs_once_and_again_with_force(bench, capsys):
 
 def test_kept_wheel_is_installed_without_a_build(bench, monkeypatch):
     assert _run() == 0
-    monkeypatch.setattr(install, "installed_digest", lambda: "another wheel's")
+    monkeypatch.setattr(wheel, "installed_digest", lambda: "another wheel's")
     assert _run() == 0
     assert bench == ["build", "install", "install"]
 
 
 def test_corrupt_kept_wheel_is_built_again(bench):
     assert _run() == 0
-    kept = next(cache.root().glob("*/*.whl"))
+    kept = next(wheel.root().glob("*/*.whl"))
     kept.write_bytes(b"buil")
     assert _run() == 0
     assert bench == ["build", "install"] * 2
@@ -327,14 +325,14 @@ def test_failed_build_exits_1_and_keeps_nothing(bench, monkeypatch, capsys):
     assert _run() == 1
     assert "expected a wheel" in capsys.readouterr().err
     assert bench == []
-    assert not list(cache.root().glob("*/*.whl"))
+    assert not list(wheel.root().glob("*/*.whl"))
 
 
 def test_failed_proof_exits_1(bench, monkeypatch, capsys):
     def prove(mpi):
-        raise install.ProofError("the 2-worker all-reduce: expected the sum 3")
+        raise wheel.ProofError("the 2-worker all-reduce: expected the sum 3")
 
-    monkeypatch.setattr(install, "prove", prove)
+    monkeypatch.setattr(wheel, "prove", prove)
     monkeypatch.setattr(needs, "survey", lambda gpu: dataclasses.replace(FOUND, mpi=Mpi(mpirun="/usr/bin/true")))
     assert main(["build-horovod"]) == 1
     assert "expected the sum 3" in capsys.readouterr().err
@@ -359,15 +357,15 @@ def test_proof_fails_on_singletons_and_on_crashes(tmp_path, script, message):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(f"#!/bin/sh\n{script}\n")
     mpirun.chmod(0o755)
-    with pytest.raises(install.ProofError, match=message):
-        install.prove(Mpi(mpirun=str(mpirun)))
+    with pytest.raises(wheel.ProofError, match=message):
+        wheel.prove(Mpi(mpirun=str(mpirun)))
 
 
 def test_proof_reads_ranks_on_one_line(tmp_path):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'HVDX 1 of 2: 3;HVDX 0 of 2: 3;'\n")
     mpirun.chmod(0o755)
-    assert install.prove(Mpi(mpirun=str(mpirun))) == f"{mpirun} -n 2 python"
+    assert wheel.prove(Mpi(mpirun=str(mpirun))) == f"{mpirun} -n 2 python"
 
 
 def test_relevant_lines_begin_at_the_first_error():
@@ -411,7 +409,7 @@ def test_build_ignores_horovod_options_of_the_shell():
 
 def test_progress_follows_the_percentages():
     stream = io.StringIO()
-    with Progress("building", stream) as progress:
+    with BuildProgress("building", stream) as progress:
         progress.feed("[  7%] Building CXX object CMakeFiles/x/common.cc.o")
         progress.feed("note: something else [99%]")
         progress.feed("[ 42%] Building CXX object CMakeFiles/x/mpi_ops.cc.o")
