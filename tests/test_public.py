@@ -1,6 +1,6 @@
 """Public names are documented, and the examples in docstrings run."""
 
-# Tests: hvdx/report/summary.py
+# Tests: hvdx/report/counters.py
 
 import doctest
 import importlib

@@ -37,7 +37,7 @@ MAY = {
     "jobs": None,
 }
 # Modules of hvdx that example jobs may import: public ones, and tables. Benchmarks may import internals.
-PUBLIC = {"hvdx", "hvdx.keras", "hvdx.keras.layers", "hvdx.report", "hvdx.report.summary", "hvdx.report.table"}
+PUBLIC = {"hvdx", "hvdx.keras", "hvdx.keras.layers", "hvdx.report", "hvdx.report.table"}
 NEVER = {
     "comm": {"hvdx.codec", "hvdx.kernels", "hvdx.keras", "hvdx.strategies", "keras", "numba"},
     "averaging": {"mpi4py", "horovod", "hvdx.comm"},

@@ -6,7 +6,7 @@ from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part
 from hvdx.keras.types import Logs
 from hvdx.log import Log
-from hvdx.report.summary import summary
+from hvdx.report.counters import summary
 from hvdx.strategies.telemetry import Telemetry, merged
 
 _log = Log(__name__)
