@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the record, and write the trace."""
-    from hvdx.report import output, trace
+    from hvdx.report import output, timeline
     from hvdx.report.records import read
 
     steps = parse_steps(args.steps)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             "Do: record a training with HVDX_RECORD=DIR."
         )
     path = args.output or args.folder / "trace.json"
-    output.check(path, trace.KIND, args.force)
+    output.check(path, timeline.KIND, args.force)
     fits = read(args.folder)
     if (len(fits) > 1 and args.fit is None) or not 1 <= (args.fit or 1) <= len(fits):
         listed = "; ".join(f"{i}: {fit.folder}, {fit.strategy}" for i, fit in enumerate(fits, 1))
@@ -52,10 +52,9 @@ def run(args: argparse.Namespace) -> int:
             f"trace: --fit: expected a number from 1 to {len(fits)}, got {args.fit}. Do: choose one of {listed}."
         )
     fit = fits[(args.fit or 1) - 1]
-    trace.write(fit, path, steps, args.force)
-    print(
-        f"{fit.strategy}: {len(fit.ranks)} of {fit.size} ranks, {fit.seconds:.1f} s; {_clocks(trace.clock_error(fit))}"
-    )
+    timeline.write(fit, path, steps, args.force)
+    clocks = _clocks(timeline.clock_error(fit))
+    print(f"{fit.strategy}: {len(fit.ranks)} of {fit.size} ranks, {fit.seconds:.1f} s; {clocks}")
     print(f"trace: {path} (open it in https://ui.perfetto.dev)")
     return 0
 

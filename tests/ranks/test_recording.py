@@ -9,7 +9,7 @@ import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError
-from hvdx.report import trace
+from hvdx.report import timeline
 from hvdx.report.records import read
 from tests.ranks import models
 from tests.ranks.models import STEPS
@@ -72,11 +72,11 @@ def check_timeline(run, callback):
     for clock in clocks:
         assert abs(clock.offset - (start - starts[0])) <= clock.error + 1e-6
         assert clock.error < 0.1
-    slices = check({"traceEvents": trace.events(run)})
+    slices = check({"traceEvents": timeline.events(run)})
     for rank in run.ranks:
-        names = [event["name"] for event in slices[rank, trace.EPOCHS]]
+        names = [event["name"] for event in slices[rank, timeline.EPOCHS]]
         assert names == ["epoch 1", "flush", "evaluation", "epoch 2", "flush", "evaluation"]
-        assert {"step 1", "exchanging"} <= {event["name"] for event in slices[rank, trace.STEPS]}
+        assert {"step 1", "exchanging"} <= {event["name"] for event in slices[rank, timeline.STEPS]}
 
 
 @pytest.mark.sizes(1, 2)

@@ -8,7 +8,7 @@ import pytest
 
 from hvdx.report.output import write as write_text
 from hvdx.report.records import SCHEMA, Writer, read
-from hvdx.report.trace import EPOCHS, KIND, STEPS, clock_error, events, write
+from hvdx.report.timeline import EPOCHS, KIND, STEPS, clock_error, events, write
 from tests.report.synthetic import write_run
 from tests.report.timeline import check
 
