@@ -1,6 +1,6 @@
 """Communicators of simulated ranks: collectives exchange real arrays, and move the ranks' virtual clocks.
 
-A collective begins when its last rank has arrived. It takes the seconds that `network` predicts for its bytes, and ends
+A collective begins when its last rank has arrived. It takes the seconds that `Network` predicts for its bytes, and ends
 at the same time on all ranks.
 
 In a large world only some ranks run, each in a thread. The others repeat them: their messages are those of the rank
@@ -22,8 +22,7 @@ from hvdx.comm.base import BufferFor, Channel, GraphComm, Mailbox, Received, Red
 from hvdx.costs.model import Situation
 from hvdx.errors import ConfigError
 from hvdx.simulation.clock import RankClock, Turn
-from hvdx.simulation.groups import Contribution, Group, divided
-from hvdx.simulation.network import Network, Transfer
+from hvdx.simulation.groups import Contribution, Group, Network, Transfer, divided
 
 T = TypeVar("T")
 
