@@ -19,7 +19,7 @@ from hvdx.cli.common.mpi_traffic import traffic_options
 from hvdx.cli.common.preflight import check_start
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.cli.common.reachable import check_hosts
-from hvdx.cli.supervising.launcher import run_launcher
+from hvdx.cli.supervising.attempt import run_launcher
 from hvdx.cli.supervising.supervisor import Job, supervise
 from hvdx.comm import spares, surviving
 from hvdx.errors import LaunchError

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from hvdx.cli.common.processes import exit_reason, key_line, signal_name
 from hvdx.cli.common.reachable import absent_hosts
-from hvdx.cli.supervising.attempt import Attempt, run_attempt
-from hvdx.cli.supervising.launcher import Signals, code_after
+from hvdx.cli.supervising.attempt import Attempt, Signals, code_after, run_attempt
 from hvdx.comm import supervision
 from hvdx.comm.preemption import REQUEUE_CODE
 from hvdx.log import Log

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdx.cli.supervising.attempt import Attempt, run_attempt
-from hvdx.cli.supervising.launcher import Signals
+from hvdx.cli.supervising.attempt import Attempt, Signals, run_attempt
 from hvdx.cli.supervising.supervisor import find_failure
 from hvdx.comm import supervision
 from tests.launch import ROOT
@@ -111,8 +110,7 @@ def test_launcher_whose_last_ranks_are_stopped_is_killed(capfd, monkeypatch):
 
 def test_launcher_ends_with_its_supervisor(tmp_path):
     code = (
-        "import sys; from hvdx.cli.supervising.attempt import run_attempt\n"
-        "from hvdx.cli.supervising.launcher import Signals\n"
+        "import sys; from hvdx.cli.supervising.attempt import Signals, run_attempt\n"
         "with Signals() as signals: run_attempt(['sh', '-c', 'echo $$; exec sleep 60'], signals)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT) as process:

@@ -6,8 +6,7 @@ import time
 import pytest
 
 from hvdx.cli.supervising import attempt
-from hvdx.cli.supervising.attempt import Lifelines, run_attempt
-from hvdx.cli.supervising.launcher import Signals
+from hvdx.cli.supervising.attempt import Lifelines, Signals, run_attempt
 from hvdx.cli.supervising.supervisor import Failure, find_failure
 from tests.cli import stand_in
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from hvdx.cli.supervising.launcher import Signals
+from hvdx.cli.supervising.attempt import Signals
 from tests.launch import ROOT
 
-CODE = "import sys; from hvdx.cli.supervising.launcher import run_launcher; sys.exit(run_launcher(sys.argv[1:]))"
+CODE = "import sys; from hvdx.cli.supervising.attempt import run_launcher; sys.exit(run_launcher(sys.argv[1:]))"
 
 
 @pytest.mark.parametrize(
