@@ -8,7 +8,7 @@ import pytest
 from hvdx.cli.comparing import plan, runner
 from hvdx.errors import ConfigError
 from hvdx.keras.checkpoint import owner
-from hvdx.report import output, page, records
+from hvdx.report import page, records, report_file
 
 
 def _lock(folder):
@@ -22,7 +22,10 @@ WRITERS = {
     "record": ("rank-0.jsonl", lambda folder: records.Writer(folder, 0).write("fit", schema=records.SCHEMA)),
     "lock of a comparison": (runner._LOCK, _lock),
     "plan of a comparison": (".plan.json.part", lambda folder: plan.write_whole(folder / "plan.json", {"n": 2})),
-    "report": (f".report.html.{os.getpid()}", lambda folder: output.write("<html>", folder / "report.html", page.KIND)),
+    "report": (
+        f".report.html.{os.getpid()}",
+        lambda folder: report_file.write("<html>", folder / "report.html", page.KIND),
+    ),
 }
 
 

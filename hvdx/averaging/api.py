@@ -14,12 +14,12 @@ import numpy as np
 
 from hvdx.averaging.distance import Distance, distances
 from hvdx.averaging.formats import known, open_network
+from hvdx.averaging.hugging_face import INDEX_ENDING
 from hvdx.averaging.keras_config import comparable
 from hvdx.averaging.mean import Integers, Mean, resolve_weights
 from hvdx.averaging.network import Network, Tensor, Values, native
 from hvdx.averaging.output import check_free, write_whole
 from hvdx.averaging.saved_model import SavedModel
-from hvdx.averaging.sharded import INDEX_ENDING
 from hvdx.errors import AverageError, ConfigError
 
 # A Keras archive takes two descriptors, and its unpacked weights take one.

@@ -8,7 +8,7 @@ from hvdx.errors import AverageError
 
 # Modules and their classes, in the order of detection. Importing them imports no framework.
 _FORMATS = {
-    "hvdx.averaging.sharded": "Sharded",
+    "hvdx.averaging.hugging_face": "HuggingFace",
     "hvdx.averaging.safetensors": "Safetensors",
     "hvdx.averaging.pytorch": "PyTorch",
     "hvdx.averaging.mxnet": "MXNet",

@@ -109,7 +109,7 @@ def _announce_page() -> None:
 
 def _report(folder: Path) -> None:
     """Print the verdict; write the page if the libraries of charts are there."""
-    from hvdx.report import output, page
+    from hvdx.report import page, report_file
     from hvdx.report.overview import load
     from hvdx.report.text import text
     from hvdx.report.verdict import judge
@@ -119,7 +119,7 @@ def _report(folder: Path) -> None:
     print(printable(text(overview, verdict.text())), flush=True)
     path = folder / "report.html"
     try:
-        output.write(page.render(overview, verdict, folder.resolve().name), path, page.KIND)
+        report_file.write(page.render(overview, verdict, folder.resolve().name), path, page.KIND)
     except ConfigError as error:
         _log.warning(f"no page: {error} Then: hvdx report {shlex.quote(str(folder))}", head="hvdx compare: ")
     else:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the records, print the text, and write the page."""
-    from hvdx.report import output, page
+    from hvdx.report import page, report_file
     from hvdx.report.overview import load
     from hvdx.report.text import text
     from hvdx.report.verdict import judge
@@ -46,12 +46,12 @@ def run(args: argparse.Namespace) -> int:
             )
     path = args.output or args.folders[0] / "report.html"
     if not args.text:
-        output.check(path, page.KIND, args.force)
+        report_file.check(path, page.KIND, args.force)
     overview = load(args.folders, target)
     verdict = judge(overview.runs, overview.target, overview.troubles)
     print(printable(text(overview, verdict.text())), flush=True)
     if not args.text:
-        output.write(page.render(overview, verdict, args.folders[0].resolve().name), path, page.KIND, args.force)
+        report_file.write(page.render(overview, verdict, args.folders[0].resolve().name), path, page.KIND, args.force)
         print(f"\npage: {path}")
     return 0
 

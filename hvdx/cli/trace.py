@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the record, and write the trace."""
-    from hvdx.report import output, timeline
+    from hvdx.report import report_file, timeline
     from hvdx.report.records import read
 
     steps = parse_steps(args.steps)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             "Do: record a training with HVDX_RECORD=DIR."
         )
     path = args.output or args.folder / "trace.json"
-    output.check(path, timeline.KIND, args.force)
+    report_file.check(path, timeline.KIND, args.force)
     fits = read(args.folder)
     if (len(fits) > 1 and args.fit is None) or not 1 <= (args.fit or 1) <= len(fits):
         listed = "; ".join(f"{i}: {fit.folder}, {fit.strategy}" for i, fit in enumerate(fits, 1))

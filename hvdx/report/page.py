@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdx.report import output
+from hvdx.report import report_file
 from hvdx.report.charts import missing, patterns
 from hvdx.report.figures import draw, duration, results
 from hvdx.report.overview import LOG, Overview, distinct, fault, name_of, seed_of, setting_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: What the head of a page says about its origin.
 GENERATOR = "hvdx report"
 #: A page as a file.
-KIND = output.Kind("report", "report", f'name="generator" content="{GENERATOR}"'.encode())
+KIND = report_file.Kind("report", "report", f'name="generator" content="{GENERATOR}"'.encode())
 #: Most sentences of the verdict at the top of a page; the others open below them.
 SENTENCES = 8
 

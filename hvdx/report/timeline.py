@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.report import output
+from hvdx.report import report_file
 from hvdx.report.records import PARTS, RankRecord, Run
 
 #: Threads of a process in the trace.
 EPOCHS, STEPS = 1, 2
 
 #: How a trace begins, and what the command calls it.
-KIND = output.Kind("trace", "trace", b'{"otherData": {"made by": "hvdx trace"')
+KIND = report_file.Kind("trace", "trace", b'{"otherData": {"made by": "hvdx trace"')
 
 _SHOWN = ("sent", "received", "density", "staleness")
 # Arguments of a step that belong to one of its parts.
@@ -99,7 +99,7 @@ def write(run: Run, path: Path, steps: tuple[float, float] = (0, math.inf), forc
     about["error of the clocks, us"] = None if error is None else round(1e6 * error, 1)
     lines = ",\n".join(json.dumps(event) for event in events(run, steps))
     text = json.dumps({"otherData": about, "displayTimeUnit": "ms"})[:-1] + f', "traceEvents": [\n{lines}\n]}}\n'
-    output.write(text, path, KIND, force)
+    report_file.write(text, path, KIND, force)
 
 
 def clock_error(run: Run) -> float | None:

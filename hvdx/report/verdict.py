@@ -2,7 +2,7 @@
 
 Runs are grouped by setting (workers and links) and by strategy; the runs of a group differ in their seeds. As in
 MLPerf, the target is fixed before the runs, and a run that fails, diverges or does not reach the target counts as the
-worst. docs/compare.md states the rules for users, and `noise` those for differences.
+worst. docs/compare.md states the rules for users, and `significance` those for differences.
 """
 
 import math
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hvdx.report.noise import RUNS, beats, mean, ranking, separated, unbeaten
 from hvdx.report.overview import (
     METRICS,
     ONE_WORKER,
@@ -23,6 +22,7 @@ from hvdx.report.overview import (
     setting_of,
 )
 from hvdx.report.records import Run
+from hvdx.report.significance import RUNS, beats, mean, ranking, separated, unbeaten
 from hvdx.report.table import render
 
 Target = tuple[str, float]

@@ -9,7 +9,7 @@ import numpy as np
 from hvdx.costs.model import Situation
 from hvdx.costs.sizes import ring_bytes
 from hvdx.errors import ConfigError, ExchangeError
-from hvdx.simulation.clock import Turn
+from hvdx.simulation.virtual_clock import Turn
 
 
 @dataclass(frozen=True)

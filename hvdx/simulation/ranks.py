@@ -21,8 +21,8 @@ from hvdx.comm import clock
 from hvdx.comm.base import BufferFor, Channel, GraphComm, Mailbox, Received, Reduction
 from hvdx.costs.model import Situation
 from hvdx.errors import ConfigError
-from hvdx.simulation.clock import RankClock, Turn
 from hvdx.simulation.groups import Contribution, Group, Network, Transfer, divided
+from hvdx.simulation.virtual_clock import RankClock, Turn
 
 T = TypeVar("T")
 

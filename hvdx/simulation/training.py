@@ -15,8 +15,8 @@ import numpy as np
 from hvdx.comm import Channel, Comm
 from hvdx.costs.model import Situation
 from hvdx.errors import ConfigError
-from hvdx.simulation.clock import RankClock
 from hvdx.simulation.ranks import SimulatedComm, on_all, world
+from hvdx.simulation.virtual_clock import RankClock
 from hvdx.simulation.workloads import Replica, Workload
 from hvdx.strategies import StepInput, Strategy, TensorSpec
 

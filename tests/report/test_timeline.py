@@ -1,13 +1,13 @@
 """The timeline of a record: its schema, one clock for all ranks, and records that are old or damaged."""
 
-# Tests: hvdx/report/output.py
+# Tests: hvdx/report/report_file.py
 
 import json
 
 import pytest
 
-from hvdx.report.output import write as write_text
 from hvdx.report.records import SCHEMA, Writer, read
+from hvdx.report.report_file import write as write_text
 from hvdx.report.timeline import EPOCHS, KIND, STEPS, clock_error, events, write
 from tests.report.synthetic import write_run
 from tests.report.timeline import check

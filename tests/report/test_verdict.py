@@ -1,13 +1,13 @@
 """Verdicts: criteria, noise, failures, one worker, flips."""
 
-# Tests: hvdx/report/noise.py
+# Tests: hvdx/report/significance.py
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hvdx.report import noise
+from hvdx.report import significance
 from hvdx.report.overview import Setting, Trouble
 from hvdx.report.records import Epoch, RankRecord, Run
 from hvdx.report.verdict import BEST, FASTEST, IN_EPOCHS, IN_TIME, TO_TARGET, judge
@@ -40,16 +40,16 @@ def by_kind(verdict):
 
 
 def test_two_runs_are_too_few_and_ranks_that_overlap_decide_nothing():
-    assert not noise.beats([1.0, 1.01], [2.0, 2.01])
-    assert not noise.beats([1.0, 1.01, 2.1], [2.0, 9.0, 9.1], ranges=0.5)
-    assert noise.beats([1.0, 1.01, 1.02], [2.0, 2.01, 2.02])
+    assert not significance.beats([1.0, 1.01], [2.0, 2.01])
+    assert not significance.beats([1.0, 1.01, 2.1], [2.0, 9.0, 9.1], ranges=0.5)
+    assert significance.beats([1.0, 1.01, 1.02], [2.0, 2.01, 2.02])
 
 
 def called(shift, strategies, trials=2000, seeds=3):
     """Return the share of trials with a winner, and with a strategy left out of those that cannot be told apart."""
     draws = np.random.default_rng(7).normal(size=(trials, strategies, seeds))
     draws[:, 0] -= shift
-    found = [noise.unbeaten({str(i): row for i, row in enumerate(trial)}) for trial in draws.tolist()]
+    found = [significance.unbeaten({str(i): row for i, row in enumerate(trial)}) for trial in draws.tolist()]
     alone = [names for names in found if len(names) == 1]
     return len(alone) / trials, sum(names == ["0"] for names in found) / trials, found
 
@@ -67,10 +67,10 @@ def test_difference_of_five_sigma_is_found(strategies):
 
 
 def test_probability_is_that_of_the_exact_test():
-    assert noise.probability([1, 2, 3], [4, 5, 6]) == pytest.approx(1 / 20)
-    assert noise.probability([1, 2, 4], [3, 5, 6]) == pytest.approx(2 / 20)
-    assert noise.probability([4, 5, 6], [1, 2, 3]) == 1
-    assert noise.probability([1, 2], [2, 3]) == pytest.approx(2 / 6)
+    assert significance.probability([1, 2, 3], [4, 5, 6]) == pytest.approx(1 / 20)
+    assert significance.probability([1, 2, 4], [3, 5, 6]) == pytest.approx(2 / 20)
+    assert significance.probability([4, 5, 6], [1, 2, 3]) == 1
+    assert significance.probability([1, 2], [2, 3]) == pytest.approx(2 / 6)
 
 
 def test_four_seeds_decide_by_ranks_alone():
@@ -78,16 +78,16 @@ def test_four_seeds_decide_by_ranks_alone():
     assert share <= 0.05
     _, _, found = called(0.0, 5, seeds=6)
     assert sum(len(names) < 5 for names in found) / len(found) <= 0.05
-    assert noise.beats([1, 2, 8, 9], [10, 11, 12, 13])
-    assert not noise.beats([1, 8, 9], [10, 11, 12])
+    assert significance.beats([1, 2, 8, 9], [10, 11, 12, 13])
+    assert not significance.beats([1, 8, 9], [10, 11, 12])
 
 
 def test_failures_are_worse_than_any_value_and_are_not_a_difference_of_their_own():
     inf = float("inf")
-    assert noise.ranking({"a": [1, 1, inf], "b": [9, 9, 9]}) == ["b", "a"]
-    assert noise.beats([1, 2, 3], [inf, inf, inf])
-    assert not noise.beats([9, 9, 9], [1, 1, inf])
-    assert not noise.beats([inf, inf, inf], [inf, inf, inf])
+    assert significance.ranking({"a": [1, 1, inf], "b": [9, 9, 9]}) == ["b", "a"]
+    assert significance.beats([1, 2, 3], [inf, inf, inf])
+    assert not significance.beats([9, 9, 9], [1, 1, inf])
+    assert not significance.beats([inf, inf, inf], [inf, inf, inf])
 
 
 # --- criteria

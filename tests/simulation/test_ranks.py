@@ -1,6 +1,6 @@
 """Virtual clocks, by hand-computed cases, and the data of collectives between simulated ranks."""
 
-# Tests: hvdx/comm/clock.py, hvdx/simulation/clock.py, hvdx/simulation/groups.py
+# Tests: hvdx/comm/clock.py, hvdx/simulation/virtual_clock.py, hvdx/simulation/groups.py
 
 import time
 

@@ -10,8 +10,8 @@ import pytest
 
 from hvdx.averaging import average
 from hvdx.averaging.formats import open_network
+from hvdx.averaging.hugging_face import HuggingFace
 from hvdx.averaging.safetensors import save
-from hvdx.averaging.sharded import Sharded
 from hvdx.errors import AverageError
 
 
@@ -65,7 +65,7 @@ def test_shards_that_hold_a_tensor_twice_are_reported(tmp_path):
     a = folder(tmp_path / "a", [["x"], ["y"]], 1)
     save(a / "model-00002-of-00002.safetensors", {name: np.zeros(3, "f4") for name in "xy"})
     with pytest.raises(AverageError, match=r"x: expected it in model-00001.*, got it in model-00001.*, model-00002"):
-        Sharded.open(a)
+        HuggingFace.open(a)
 
 
 @pytest.mark.parametrize("others", [0, 200])
@@ -120,7 +120,7 @@ def test_damaged_indices_are_reported(change, message, tmp_path, untouched):
     change(index)
     path.write_text(json.dumps(index))
     with untouched(tmp_path), pytest.raises(AverageError, match=message):
-        Sharded.open(a)
+        HuggingFace.open(a)
     path.write_text("[" * 100_000)
     with pytest.raises(AverageError, match=r"index\.json: expected an index with a weight_map"):
-        Sharded.open(path)
+        HuggingFace.open(path)

@@ -21,7 +21,7 @@ _MOST_INDEX = 100_000_000
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", INDEX_ENDING)
 
 
-class Sharded(Network):
+class HuggingFace(Network):
     """Folder from `model.save_pretrained`, given by its path or by that of its index.
 
     The result has the shards of the first network; the shards of the others may differ. Other files in the folder, such
