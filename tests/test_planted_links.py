@@ -8,7 +8,7 @@ import pytest
 from hvdx.cli.comparing import plan, runner
 from hvdx.errors import ConfigError
 from hvdx.keras.checkpoint import owner
-from hvdx.report import page, records, report_file
+from hvdx.report import lines, page, report_file
 
 
 def _lock(folder):
@@ -19,7 +19,7 @@ def _lock(folder):
 # What is written, its name in the folder, and the call that writes it.
 WRITERS = {
     "owner of checkpoints": (owner.NAME, lambda folder: owner.Owner(folder, wait=0).release()),
-    "record": ("rank-0.jsonl", lambda folder: records.Writer(folder, 0).write("fit", schema=records.SCHEMA)),
+    "record": ("rank-0.jsonl", lambda folder: lines.Writer(folder, 0).write("fit", schema=lines.SCHEMA)),
     "lock of a comparison": (runner._LOCK, _lock),
     "plan of a comparison": (".plan.json.part", lambda folder: plan.write_whole(folder / "plan.json", {"n": 2})),
     "report": (

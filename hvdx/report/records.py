@@ -1,25 +1,10 @@
-"""Records of runs: one JSON Lines file for each rank, in one folder for each run.
+"""Records of runs, read from their files: one for each rank, in one folder for each run. `lines` has the schema."""
 
-Each line of `rank-R.jsonl` is one object with a `kind`. A line is written by one call, so that a killed job leaves a
-record that is whole up to the last write:
-
-    fit       begins a fit: the schema's version, the rank, and the environment; ranks of one fit have the same "id"
-    clock     the offset between the clock of this rank and that of rank 0
-    steps     some steps, one list for each column; times are seconds since the fit began
-    strategy  the strategy that `Auto` chose; the reader adds it to the header as "chosen"
-    death     ranks that died, and the others trained on
-    epoch     the end of an epoch, with its metrics
-    end       the end of the fit; absent if the job died
-
-docs/records.md lists the fields.
-"""
-
-import errno
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,97 +14,14 @@ import numpy as np
 from hvdx import foreign
 from hvdx.errors import ConfigError
 from hvdx.log import Log
-from hvdx.report import lines
+from hvdx.report.lines import COLUMNS, PARTS, SCHEMA, decode, is_cut_off
 
 _log = Log(__name__)
 
-#: Version of the schema. A reader refuses a later one.
-SCHEMA = 1
-#: Parts of a step that an exchange on the host measures; the rest of a step is "other".
-PARTS = ("computing", "encoding", "waiting", "exchanging", "decoding")
-#: Columns of a line of steps, with one value for each call of the training function (`steps_per_execution` steps):
-#: steps and seconds since the fit began, seconds of the call, its parts, its bytes, density of the last step, mean
-#: staleness.
-COLUMNS = ("step", "time", "seconds", *PARTS, "sent", "received", "density", "staleness")
 #: File beside the records in which `hvdx compare` stores the settings and the end of a run.
 OUTCOME = "outcome.json"
 
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
-
-
-class Writer:
-    """Writer of one rank's record. Each line is appended by a single write.
-
-    Args:
-        folder: folder of the run; it is created if it does not exist.
-        rank: rank of this process.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], rank: int):
-        self.path = Path(folder) / f"rank-{rank}.jsonl"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # O_NOFOLLOW: in a folder that others may write to, the name could be a link to any file of this user.
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            self._file: int | None = os.open(self.path, flags, 0o666)
-            self._torn = self._ends_in_torn_line(self._file)
-        except OSError as error:
-            raise ConfigError(
-                f"the record: expected a folder that can be written, got {folder}: {error.strerror}. "
-                "Set HVDX_RECORD (or Distribute(record=...)) to another folder."
-            ) from error
-
-    @staticmethod
-    def _ends_in_torn_line(file: int) -> bool:
-        size = os.fstat(file).st_size
-        return bool(size) and os.pread(file, 1, size - 1) != b"\n"
-
-    def write(self, kind: str, **values: object) -> None:
-        """Append one line.
-
-        Args:
-            kind: kind of the line.
-            **values: fields of the line; NaN and infinity are written as null.
-
-        Raises:
-            OSError: if the line cannot be written, for example on a full disk.
-        """
-        if self._file is None:
-            return
-        line = json.dumps({"kind": kind, **_finite(values)}, separators=(",", ":"), default=_plain) + "\n"
-        # A process that was killed, or whose disk was full, may have left half a line, which would swallow this one.
-        data = (b"\n" if self._torn else b"") + line.encode()
-        self._torn = False
-        if os.write(self._file, data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def close(self) -> None:
-        """Close the file. Later lines are ignored."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-def _finite(value: object) -> Any:
-    """Return a value with None in place of NaN and infinity, which JSON does not have."""
-    if isinstance(value, np.ndarray) and np.isfinite(value).all():
-        return value.tolist()
-    if isinstance(value, np.ndarray):
-        return _finite(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    if isinstance(value, float | np.floating):
-        return float(value) if np.isfinite(value) else None
-    return value
-
-
-def _plain(value: object) -> Any:
-    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 @dataclass(frozen=True)
@@ -400,11 +302,7 @@ def _read_folder(folder: Path) -> list[Run]:
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
-    """Return the settings and the end of a run that `hvdx compare` started; empty if there are none.
-
-    Args:
-        folder: folder of the run.
-    """
+    """Return the settings and the end of a run that `hvdx compare` started; empty if there are none."""
     try:
         found = json.loads(foreign.read(folder / OUTCOME))
     except (OSError, ValueError):
@@ -436,9 +334,9 @@ def _read_file(path: Path) -> list[RankRecord]:
     left_out: list[str] = []
     last_step, in_fit = 0.0, False
     for number, line in enumerate(_lines(path), 1):
-        kind, values, problem = lines.decode(line, last_step)
+        kind, values, problem = decode(line, last_step)
         if problem:
-            if line and not (not kind and lines.is_cut_off(line)):
+            if line and not (not kind and is_cut_off(line)):
                 left_out.append(f"line {number}: {problem}")
             # The lines of a fit without its first line belong to no fit.
             in_fit = in_fit and kind != "fit"

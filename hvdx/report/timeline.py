@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from hvdx.report import report_file
-from hvdx.report.records import PARTS, RankRecord, Run
+from hvdx.report.lines import PARTS
+from hvdx.report.records import RankRecord, Run
 
 #: Threads of a process in the trace.
 EPOCHS, STEPS = 1, 2
@@ -62,7 +63,7 @@ def events(run: Run, steps: tuple[float, float] = (0, math.inf)) -> list[dict[st
         steps: first and last step of each rank that is drawn.
 
     Example:
-        >>> from hvdx.report.records import COLUMNS
+        >>> from hvdx.report.lines import COLUMNS
         >>> record = RankRecord({"host": "here"}, {name: np.ones(1) for name in COLUMNS})
         >>> events(Run(Path("demo"), {0: record}))[4]["name"]
         'step 1'

@@ -32,7 +32,7 @@ if mode == "fail" and asked == "threshold":
     sys.exit("ValueError: it went wrong")
 if mode == "plain":
     sys.exit(0)
-from hvdx.report.records import Writer
+from hvdx.report.lines import Writer
 made = {"all_reduce": "AllReduce()", "threshold": "Threshold()", "": "AllReduce()"}[asked]
 made = "ParameterAveraging(4)" if mode == "own" else made
 second = {"all_reduce": 2.0, "threshold": 1.0, "": 3.0}[asked] * (1 + seed / 100)

@@ -4,7 +4,8 @@ import json
 import math
 from dataclasses import dataclass, field
 
-from hvdx.report.records import COLUMNS, OUTCOME, PARTS, Writer
+from hvdx.report.lines import COLUMNS, PARTS, Writer
+from hvdx.report.records import OUTCOME
 
 THREE = ("one worker", "AllReduce()", "Threshold(density=0.01)")
 THIRTY = ("one worker", "AllReduce()", *(f"Threshold(density={i / 1000:g}, codec='bf16')" for i in range(1, 29)))

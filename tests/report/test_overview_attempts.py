@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hvdx.report import overview, page
-from hvdx.report.records import Run, Writer, read
+from hvdx.report.lines import Writer
+from hvdx.report.records import Run, read
 from hvdx.report.verdict import judge
 
 

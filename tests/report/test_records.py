@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hvdx.errors import ConfigError
-from hvdx.report.records import OUTCOME, SCHEMA, Writer, read
+from hvdx.report.lines import SCHEMA, Writer
+from hvdx.report.records import OUTCOME, read
 
 
 def write(folder, rank=0, size=1, end=True, **header):

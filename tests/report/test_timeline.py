@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from hvdx.report.records import SCHEMA, Writer, read
+from hvdx.report.lines import SCHEMA, Writer
+from hvdx.report.records import read
 from hvdx.report.report_file import write as write_text
 from hvdx.report.timeline import EPOCHS, KIND, STEPS, clock_error, events, write
 from tests.report.synthetic import write_run

@@ -19,7 +19,7 @@ from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.fit.description import peak_memory
 from hvdx.keras.types import LogValues
 from hvdx.log import WARNING, Log
-from hvdx.report.records import COLUMNS, SCHEMA, Writer
+from hvdx.report.lines import COLUMNS, SCHEMA, Writer
 from hvdx.strategies.telemetry import Telemetry
 
 _log = Log(__name__)
@@ -402,7 +402,7 @@ def columns(calls: np.ndarray, counters: np.ndarray, before: Sequence[float], st
         start: time of the clock at which the fit began.
 
     Returns:
-        Columns by their name in `hvdx.report.records.COLUMNS`: float64[rows] or int64[rows].
+        Columns by their name in `hvdx.report.lines.COLUMNS`: float64[rows] or int64[rows].
     """
     grown = np.maximum(np.diff(counters[:, :-1], axis=0, prepend=[list(before[:-1])]), 0.0)
     by_name = dict(zip(_GROWING, grown.T, strict=True))

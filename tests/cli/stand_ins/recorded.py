@@ -11,7 +11,7 @@ import os
 import sys
 import time
 
-from hvdx.report.records import COLUMNS, SCHEMA, Writer
+from hvdx.report.lines import COLUMNS, SCHEMA, Writer
 
 
 def main(what, *more):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hvdx.jobs.benchmarks import predict
-from hvdx.report.records import COLUMNS, RankRecord, Run
+from hvdx.report.lines import COLUMNS
+from hvdx.report.records import RankRecord, Run
 
 
 def run_of(seconds):

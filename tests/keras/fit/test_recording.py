@@ -16,7 +16,8 @@ import hvdx.keras as hvd
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.fit import description, limits
 from hvdx.keras.fit.recording import Recording
-from hvdx.report.records import Writer, read
+from hvdx.report.lines import Writer
+from hvdx.report.records import read
 from hvdx.strategies.telemetry import ServerTelemetry, StalenessHistogram, Telemetry
 
 STEPS, BATCH = 4, 3
