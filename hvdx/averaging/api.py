@@ -50,9 +50,6 @@ def _files(path: Path) -> int:
 def room_for(paths: Sequence[Path]) -> Iterator[None]:
     """Raise the limit on open files, if necessary, until the block ends.
 
-    Args:
-        paths: networks that will be open at the same time.
-
     Raises:
         ConfigError: if the system does not allow enough open files.
     """
@@ -133,9 +130,6 @@ _ADAPTED = re.compile(r"(?:^|/)(normalization(?:_\d+)?)/vars/[01]$")
 def check_alike(networks: Sequence[Network]) -> None:
     """Check that all networks have the same tensors and the same architecture.
 
-    Args:
-        networks: open networks.
-
     Raises:
         AverageError: if two networks differ; the message names the file, and the tensor or the setting.
     """
@@ -155,11 +149,7 @@ def check_alike(networks: Sequence[Network]) -> None:
 
 
 def adapted_differently(networks: Sequence[Network]) -> list[str]:
-    """Return the names of Keras' `Normalization` layers whose statistics differ between networks.
-
-    Args:
-        networks: open networks that are alike.
-    """
+    """Return the names of Keras' `Normalization` layers whose statistics differ between networks."""
     first, *others = networks
     layers = {name: found[1] for name in first.tensors if (found := _ADAPTED.search(name))}
     differ = (

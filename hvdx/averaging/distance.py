@@ -80,12 +80,7 @@ def _distance(
 
 
 def table(rows: Sequence[Distance], paths: Sequence[str]) -> str:
-    """Format distances as a table.
-
-    Args:
-        rows: result of `distances`.
-        paths: names of the networks.
-    """
+    """Format distances as a table."""
     letters = [_letter(i) for i in range(len(paths))]
     legend = [f"{letter}  {path}" for letter, path in zip(letters, paths, strict=True)]
     pairs = list(rows[0].pairs)

@@ -12,7 +12,6 @@ def small_float(name: str, path: Path) -> np.dtype:
 
     Args:
         name: name of the dtype in `ml_dtypes`: "bfloat16", "float8_e4m3fn", "float8_e5m2" and others.
-        path: file with such tensors, for the error message.
 
     Raises:
         AverageError: if `ml_dtypes` is not installed.

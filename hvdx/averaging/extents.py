@@ -41,7 +41,6 @@ class File:
         Args:
             offset: offset in the file, in bytes.
             out: contiguous, writable buffer.
-            what: name of the part that is read, for error messages.
 
         Raises:
             AverageError: if the file ends before the buffer is full.

@@ -43,10 +43,6 @@ _REFERENCES = ("inbound_nodes", "input_layers", "output_layers")
 def parse_config(text: str | bytes, where: str) -> tuple[Any, Any]:
     """Parse the configuration of a saved model.
 
-    Args:
-        text: JSON text.
-        where: the file and the place in it, for error messages.
-
     Returns:
         The configuration, and the part of it that `comparable` returns.
 

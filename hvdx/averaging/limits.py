@@ -13,7 +13,6 @@ def check_unpacked(where: str, nbytes: int, stored: int) -> None:
     """Reject a file that would unpack to far more than weights do.
 
     Args:
-        where: the file and the place in it, for the error message.
         nbytes: unpacked size, in bytes.
         stored: size of the file, in bytes.
 
@@ -35,7 +34,6 @@ def check_description(where: str, described: int, rest: int) -> None:
     """Reject a file whose description of its tensors is larger than the tensors: reading it takes long.
 
     Args:
-        where: the file and the place in it, for the error message.
         described: size of the description, in bytes.
         rest: size of the rest of the file, in bytes.
 
@@ -55,10 +53,6 @@ def check_description(where: str, described: int, rest: int) -> None:
 
 def check_name(where: str, name: str) -> None:
     """Reject the name of an entry by which unpacking the archive would write outside of its folder.
-
-    Args:
-        where: the file, for the error message.
-        name: name of the entry.
 
     Raises:
         AverageError: if it is absolute, or has a part "..".

@@ -122,9 +122,6 @@ def recalibrate(model: "keras.Model", inputs: Inputs, batch_size: int = _BATCH) 
 def shuffled(count: int) -> np.ndarray:
     """Return the order of the examples, a permutation that is the same for each call.
 
-    Args:
-        count: number of examples.
-
     Example:
         >>> sorted(shuffled(3).tolist())
         [0, 1, 2]

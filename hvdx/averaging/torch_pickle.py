@@ -260,10 +260,6 @@ def _check_key(key: object) -> None:
 def read_pickle(content: bytes, where: str) -> Any:
     """Return the content of a PyTorch file, with a `View` in place of each tensor.
 
-    Args:
-        content: bytes of the pickle.
-        where: name of the file, for error messages.
-
     Raises:
         AverageError: if the pickle is damaged, or contains objects that have no stand-in. Nothing was executed.
 
@@ -294,8 +290,6 @@ def tensors_of(value: object, where: str, most: int) -> list[tuple[str, View]]:
     """Return the tensors in nested dictionaries and lists, each with its keys joined by dots.
 
     Args:
-        value: result of `read_pickle`.
-        where: name of the file, for error messages.
         most: maximum number of entries; a list that is in several lists counts in each.
 
     Raises:

@@ -23,11 +23,7 @@ _PLAIN_SECONDS = 10.0
 
 
 class Progress:
-    """Progress line, updated by calls with the bytes done and the total. Work of less than a second shows nothing.
-
-    Args:
-        what: first words of the line.
-    """
+    """Progress line, updated by calls with the bytes done and the total. Work of less than a second shows nothing."""
 
     def __init__(self, what: str):
         self._what, self._begin = what, time.monotonic()

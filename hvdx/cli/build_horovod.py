@@ -81,7 +81,6 @@ def build_wheel(key: wheel.Key, settings: dict[str, str], jobs: int | None = Non
     """Download, patch, build and cache a wheel.
 
     Args:
-        key: TensorFlow, MPI and options of the build.
         settings: environment variables with the folders of CUDA and NCCL.
         jobs: number of parallel compilers; by cores and memory by default.
 

@@ -59,9 +59,6 @@ def run(args: argparse.Namespace) -> int:
 def parse_target(text: str) -> tuple[str, float]:
     """Return the metric and the value of `--target`.
 
-    Args:
-        text: such as "val_accuracy=0.85".
-
     Raises:
         ConfigError: if it is not a metric and a number.
 

@@ -269,7 +269,6 @@ def parse_hosts(text: str | None, command: str = NAME) -> dict[str, int]:
     """Parse "a:2,b" to {"a": 2, "b": 1}.
 
     Args:
-        text: hosts, each with its number of workers if that is not 1.
         command: subcommand that has the option, for the message.
 
     Raises:

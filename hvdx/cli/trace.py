@@ -68,9 +68,6 @@ def _clocks(error: float | None) -> str:
 def parse_steps(text: str) -> tuple[float, float]:
     """Return the first and the last step of `--steps`.
 
-    Args:
-        text: such as "200:300", "200:" or ":300".
-
     Raises:
         ConfigError: if it is not a range of steps.
 

@@ -16,9 +16,6 @@ _PINGS = 9
 def probe(channel: Channel) -> Link:
     """Measure the link with messages of growing length, in a fraction of a second. Collective.
 
-    Args:
-        channel: channel between the ranks.
-
     Returns:
         The link, the same on every rank.
     """

@@ -28,12 +28,7 @@ _SHIFT = 12_352
 
 
 def measure_codec(elements: int, threads: int | None = None) -> Codec:
-    """Measure the threshold codec on this machine, in a second; its kernels should be compiled.
-
-    Args:
-        elements: number of elements of an update.
-        threads: threads of the kernels.
-    """
+    """Measure the threshold codec on this machine, in a second; its kernels should be compiled."""
     from hvdx import codec
 
     timed = max(min(elements, _TIMED_ELEMENTS), 1)
@@ -157,12 +152,7 @@ def _echo(end: socket.socket) -> None:
 
 
 def measure_machine(elements: int, threads: int | None = None) -> Machine:
-    """Measure this machine, in a few seconds.
-
-    Args:
-        elements: number of elements of the model.
-        threads: threads of the codec's kernels.
-    """
+    """Measure this machine, in a few seconds."""
     message, transport = measure_network()
     return Machine(measure_memory(elements), message, transport, measure_codec(elements, threads))
 

@@ -61,7 +61,6 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        name: name of the strategy.
         x: abscissas, float[n].
         y: values, float[n]; NaN makes a gap.
         low: lower edge of the band, float[n].
@@ -86,7 +85,6 @@ class Bar:
     """A bar of a chart.
 
     Attributes:
-        name: name of the strategy.
         parts: lengths of its parts, from the left.
         text: its length, in words.
         mark: a second value, drawn as a diamond, such as a prediction; None for none.
@@ -102,13 +100,8 @@ def lines(found: Sequence[Line], labels: tuple[str, str], summary: str, target: 
     """Draw lines, those with a style above the others.
 
     Args:
-        found: the lines.
-        labels: names of the two axes.
         summary: description for screen readers.
         target: value that a horizontal line marks.
-
-    Returns:
-        An element `svg`.
 
     Raises:
         ConfigError: without Matplotlib.
@@ -133,12 +126,8 @@ def bars(found: Sequence[Bar], summary: str, hatched: bool = False) -> str:
     """Draw horizontal bars, each with its name above it.
 
     Args:
-        found: the bars.
         summary: description for screen readers.
         hatched: whether the parts are those of a step, with a legend; otherwise bars are of one colour.
-
-    Returns:
-        An element `svg`.
 
     Raises:
         ConfigError: without Matplotlib.
@@ -178,7 +167,6 @@ def shortened(name: str, beside: str = "") -> str:
     """Cut a name that would not fit on a line of a chart, and end it in an ellipsis.
 
     Args:
-        name: the name.
         beside: text in bold on the same line.
 
     Example:

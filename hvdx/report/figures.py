@@ -55,12 +55,6 @@ class Figure:
 def draw(overview: Overview) -> list[Figure]:
     """Draw the figures for which there are numbers.
 
-    Args:
-        overview: the runs.
-
-    Returns:
-        The figures, in the order of the page.
-
     Raises:
         ConfigError: without Matplotlib.
     """
@@ -260,11 +254,7 @@ def _prediction(overview: Overview) -> Figure:
 
 
 def results(overview: Overview) -> tuple[list[str], list[list[str]]]:
-    """Return the table of all groups: its header and its rows.
-
-    Args:
-        overview: the runs.
-    """
+    """Return the table of all groups: its header and its rows."""
     metric = overview.metric
     header = ["strategy", "setting", "seeds", *([f"{metric}, last", f"{metric}, best"] if metric else [])]
     rows = []
@@ -289,10 +279,6 @@ def results(overview: Overview) -> tuple[list[str], list[list[str]]]:
 
 def panel_of(overview: Overview, setting: Setting) -> list[tuple[str, dict[str, float]]]:
     """Return the parts of a step of each strategy in a setting, the shortest step first.
-
-    Args:
-        overview: the runs.
-        setting: one of `overview.settings`.
 
     Returns:
         (strategy, seconds of each part).

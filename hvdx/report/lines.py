@@ -40,7 +40,6 @@ class Writer:
 
     Args:
         folder: folder of the run; it is created if it does not exist.
-        rank: rank of this process.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -114,7 +113,6 @@ def decode(line: str, last_step: float) -> tuple[str, dict[str, Any], str]:
     """Decode and check one line.
 
     Args:
-        line: text of the line.
         last_step: last step of the fit in the lines before.
 
     Returns:

@@ -76,7 +76,6 @@ class _Kept:
     Attributes:
         calls: number of calls of the training function.
         steps: number of steps.
-        epochs: the epochs.
         seconds: time at which it ends, in seconds of the fit.
     """
 
@@ -243,11 +242,7 @@ class Group:
         return [run for run in self.runs if not fault(run)] or self.runs
 
     def curve(self, metric: str) -> list[Point]:
-        """Return a metric over the epochs that all counted runs reached.
-
-        Args:
-            metric: name in the logs of Keras.
-        """
+        """Return a metric over the epochs that all counted runs reached."""
         found = [{epoch: (seconds, value) for epoch, seconds, value in run.curve(metric)} for run in self.counted]
         found = [curve for curve in found if curve]
         points = []
@@ -338,11 +333,7 @@ class Overview:
         return sorted(several, key=lambda setting: setting.order)
 
     def within(self, setting: Setting) -> list[Group]:
-        """Return the groups of a setting by rank, with one worker alone, to which they are compared.
-
-        Args:
-            setting: one of `settings`.
-        """
+        """Return the groups of a setting by rank, with one worker alone, to which they are compared."""
         found = [g for g in self.groups if g.setting == setting or g.setting.workers == 1]
         return sorted(found, key=lambda g: self.strategies.index(g.strategy))
 
@@ -387,9 +378,6 @@ def load(folders: Sequence[str | os.PathLike[str]], target: tuple[str, float] | 
     Args:
         folders: folders of runs or of comparisons.
         target: metric and value to reach; that of the comparison by default.
-
-    Returns:
-        The runs, with those that failed.
 
     Raises:
         ConfigError: if a folder has neither a record nor the outcome of a run.

@@ -29,12 +29,7 @@ def render(overview: Overview, verdict: "Verdict", name: str = "") -> str:
     """Write a report as HTML.
 
     Args:
-        overview: the runs.
-        verdict: the verdict.
         name: name of the report, such as that of its folder.
-
-    Returns:
-        The page.
 
     Raises:
         ConfigError: without Matplotlib or Jinja.

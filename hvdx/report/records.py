@@ -132,7 +132,6 @@ class Run:
     """Record of one fit on all its ranks.
 
     Attributes:
-        folder: folder of the record.
         ranks: record of each rank that wrote one.
         outcome: settings and end of the run from `hvdx compare`; empty without it.
         restarts: restarts of the job, in a run that `join_attempts` made.

@@ -14,7 +14,6 @@ class Kind:
 
     Attributes:
         command: the command that writes it.
-        name: what the command calls it.
         mark: bytes near the beginning of each such file, and of no other one.
     """
 
@@ -27,9 +26,6 @@ def write(text: str, path: Path, kind: Kind, force: bool = False) -> None:
     """Write a text to a file, all of it or nothing.
 
     Args:
-        text: the text.
-        path: the file.
-        kind: kind of the file.
         force: also overwrite a file of another kind.
 
     Raises:
@@ -51,8 +47,6 @@ def check(path: Path, kind: Kind, force: bool = False) -> None:
     """Check that a file may be written.
 
     Args:
-        path: the file.
-        kind: kind of the file.
         force: also overwrite a file of another kind.
 
     Raises:

@@ -15,10 +15,6 @@ _LONGEST_NAME = 34
 def text(overview: Overview, verdict: str) -> str:
     """Write a report as text.
 
-    Args:
-        overview: the runs.
-        verdict: the verdict in words.
-
     Returns:
         Lines without a trailing newline: the verdict, a table of the results, bars of the time of a step, and the runs
         that failed or are incomplete.

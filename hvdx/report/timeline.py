@@ -39,7 +39,6 @@ class Slice:
     """Slice of the timeline.
 
     Attributes:
-        name: its name.
         begin, end: nanoseconds.
         args: what is shown if it is selected.
         inner: slices in it, in their order.
@@ -59,7 +58,6 @@ def events(run: Run, steps: tuple[float, float] = (0, math.inf)) -> list[dict[st
     has the calls of the training function, with their parts. The slices of a thread are nested or disjoint.
 
     Args:
-        run: record of the fit.
         steps: first and last step of each rank that is drawn.
 
     Example:
@@ -87,9 +85,6 @@ def write(run: Run, path: Path, steps: tuple[float, float] = (0, math.inf), forc
     """Write the trace of a fit to a file, all of it or nothing.
 
     Args:
-        run: record of the fit.
-        path: the file.
-        steps: see `events`.
         force: also overwrite a file that is not a trace.
 
     Raises:
@@ -196,8 +191,6 @@ def _events(
     """Return the events of slices, each cut so that it overlaps with no earlier one, and with nothing around it.
 
     Args:
-        slices: slices in their order.
-        common: fields of all events.
         zero: nanoseconds from which times count.
         first, last: bounds of the slices, nanoseconds.
     """

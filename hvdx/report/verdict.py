@@ -37,7 +37,6 @@ class Row(NamedTuple):
     """A strategy by one criterion.
 
     Attributes:
-        strategy: its name.
         value: mean over the seeds.
         spread: lowest to highest value, and the runs that do not count as a value.
     """
@@ -104,7 +103,6 @@ def judge(runs: Sequence[Run], target: Target | None = None, troubles: Sequence[
     """Judge recorded runs.
 
     Args:
-        runs: the runs.
         target: metric and value to reach: at most this value for a metric that training lowers, at least for others.
         troubles: failed runs; those without a record count as the worst, too.
     """

@@ -101,8 +101,6 @@ class Contribution:
     """Contribution of one rank to a collective.
 
     Attributes:
-        what: name of the collective.
-        value: its data.
         rows: bytes to each rank, a number or float64[size], of each transfer.
         times: float64[members], arrival of the rank and of those that repeat it.
     """
@@ -153,7 +151,6 @@ class Group:
         a sum of copies would have fewer elements than a sum of the parts of different ranks.
 
         Args:
-            rank: rank that receives.
             values: for each running rank, a sequence of its parts for all ranks.
         """
         size = len(self.repeats)
@@ -206,7 +203,6 @@ def divided(
     """Divide a group.
 
     Args:
-        whole: the group.
         hosts: name of each rank's host.
         divisions: part, key and rank of each rank that runs.
 

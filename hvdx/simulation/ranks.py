@@ -80,7 +80,6 @@ class _Member:
         """Take part in a collective.
 
         Args:
-            what: name of the collective.
             value: contribution of this rank, which must not change later.
             rows: bytes to each rank, a number or float64[size], of each transfer, one after another.
             combine: function from the values of the ranks that run to the result, which all ranks share.
@@ -106,13 +105,7 @@ class _Member:
 
 
 class SimulatedChannel(Channel):
-    """Channel between simulated ranks.
-
-    Args:
-        rank: rank of the owner.
-        group: all ranks of the channel.
-        traffic: counters of the owner.
-    """
+    """Channel between simulated ranks."""
 
     def __init__(self, rank: int, group: Group, traffic: Traffic) -> None:
         self.rank, self.size = rank, group.network.size
@@ -325,10 +318,6 @@ def on_all(comms: Sequence[SimulatedComm], work: Callable[[SimulatedComm], T]) -
     """Call a function on each rank that runs, in a thread of its own, and return the results in their order.
 
     A rank runs while it holds the lock, which it gives up in each collective.
-
-    Args:
-        comms: communicators of one `world`.
-        work: function of the communicator of a rank.
 
     Raises:
         BaseException: the first error of any rank, which ends all ranks.

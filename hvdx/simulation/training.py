@@ -141,8 +141,6 @@ def simulate(strategy: Strategy, setting: Setting, workload: Workload) -> Outcom
 
     Args:
         strategy: the strategy. Its codec has one thread on each rank.
-        setting: ranks, their cores, and the number of steps.
-        workload: the model, or updates without a model.
 
     Raises:
         ConfigError: if the strategy cannot be simulated.

@@ -135,10 +135,6 @@ def situation_of(
 
     Args:
         training: training on one worker.
-        machine: speeds of each host.
-        link: link of each host.
-        workers: number of workers.
-        per_host: number of workers on each host.
         cores: cores of each worker; by default its share of this machine's.
     """
     return Situation(
@@ -168,10 +164,8 @@ def answer(situation: Situation, bandwidth: str, alone: Prediction | None = None
     """Predict all strategies for one number of workers.
 
     Args:
-        situation: the training.
         bandwidth: spelling of the link's bandwidth.
         alone: prediction of one worker, if it does not share its host; by default that of `situation`.
-        memory: see `Answer`.
     """
     found: dict[str, Prediction] = {}
     if situation.workers > 1:
@@ -264,7 +258,6 @@ def data_text(training: Training, counts: Sequence[int]) -> str:
     """Return a sentence if some numbers of workers have few batches of an epoch each; "" if none has.
 
     Args:
-        training: training on one worker.
         counts: numbers of workers, those of the table of up to 1024 workers included.
     """
     most = most_workers(training)
@@ -288,7 +281,6 @@ def advice(answers: Sequence[Answer], command: str, hosts: str = "") -> str:
 
     Args:
         answers: answers for the numbers of workers that can be used, on one link; one at least.
-        command: the command of the script.
         hosts: option that names the hosts, or "".
     """
     worth = [a for a in answers if a.best != ALONE]

@@ -35,10 +35,6 @@ _SPEEDS_SECONDS, _LINK_SECONDS = 90.0, 60.0
 def measure(elements: int, copies: int = 1) -> Machine:
     """Measure this machine with as many processes at once as workers share it; return the medians.
 
-    Args:
-        elements: number of elements of the model.
-        copies: number of processes.
-
     Raises:
         LaunchError: if a process fails.
     """
@@ -87,11 +83,7 @@ def as_speeds(machine: Machine) -> dict[str, float]:
 
 
 def link_command(elements: int) -> list[str]:
-    """Return the command of each rank that measures the link.
-
-    Args:
-        elements: number of elements of the model.
-    """
+    """Return the command of each rank that measures the link."""
     return [*_MODULE, "link", str(elements)]
 
 
@@ -99,7 +91,6 @@ def probe(hosts: Sequence[str], elements: int) -> Link:
     """Measure the link between hosts, with one rank on each.
 
     Args:
-        elements: number of elements of the model.
         hosts: names of the hosts; empty for those of this batch job.
 
     Raises:

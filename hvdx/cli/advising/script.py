@@ -65,9 +65,6 @@ def run_copies(command: Sequence[str], folder: Path, copies: int, timeout: float
     """Run copies of a script at once, each alone for some steps, and read their records.
 
     Args:
-        command: the script and its arguments.
-        folder: folder for records and outputs.
-        copies: number of copies, which share the cores of this machine.
         timeout: seconds for all of them.
 
     Raises:
@@ -112,8 +109,6 @@ def environment(record: Path, copies: int, environ: Mapping[str, str] | None = N
     """Return the environment of a copy: one worker, with its share of the cores, that records and ends after `STEPS`.
 
     Args:
-        record: folder of the record.
-        copies: number of copies that share the cores.
         environ: the environment; by default that of this process.
     """
     variables = child_environment() if environ is None else dict(environ)

@@ -91,7 +91,6 @@ def make_plan(args: argparse.Namespace, site: Mapping[str, Any], words: Sequence
     Args:
         args: the options; None or absent if not given.
         site: settings of the site file, from `site.settings`.
-        words: the command line, for the script's first lines.
 
     Raises:
         ConfigError: if a setting is missing or wrong.
@@ -334,7 +333,6 @@ def _supervised(plan: Plan, all_hosts: str) -> str | None:
     """Return the options of `hvdx run` with which a job goes on after failures; None if it does not.
 
     Args:
-        plan: the job.
         all_hosts: command that prints the hosts of the job.
     """
     if plan.checkpoint is None:

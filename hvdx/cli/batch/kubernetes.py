@@ -43,10 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def manifest(args: argparse.Namespace, words: Sequence[str]) -> str:
     """Return the manifest of a job.
 
-    Args:
-        args: the options.
-        words: the command line, for the first lines of the manifest.
-
     Raises:
         ConfigError: if an option is missing or wrong.
     """

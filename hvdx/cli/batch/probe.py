@@ -134,14 +134,7 @@ def choose_plugin(wanted: str, site: SlurmSite) -> str:
 
 
 def try_slurm(request: Request, site: SlurmSite, mpi: Mpi, say: Callable[[str], None]) -> list[Attempt]:
-    """Start two tasks with srun, then two with mpirun inside a job.
-
-    Args:
-        request: options of the jobs.
-        site: settings of this Slurm, from `ask_slurm()`.
-        mpi: the MPI tools, from `find_mpi()`.
-        say: prints a line about the current wait.
-    """
+    """Start two tasks with srun, then two with mpirun inside a job."""
     end = time.monotonic() + request.timeout
     plugin = choose_plugin(request.mpi, site)
     flag = [f"--mpi={plugin}"] if plugin else []
@@ -296,10 +289,7 @@ def _attempt(
     """Run a command that waits for its job; cancel the job at the time limit or on an interrupt.
 
     Args:
-        way: name of the attempt.
-        command: the command.
         timeout: seconds.
-        say: prints a line about the current wait.
         cancel: cancels the job, given the command's output; returns the job's last state, and the command that the user
             must run if cancelling failed ("" if it did not).
         out: file of the job's output; None if the command prints the output itself.

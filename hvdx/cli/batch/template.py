@@ -40,10 +40,6 @@ def fill(text: str, values: Mapping[str, Value]) -> str:
     A line is left out if one of its placeholders is None or an empty list. A list repeats its line. Several empty lines
     in a row become one.
 
-    Args:
-        text: the template.
-        values: values by placeholder.
-
     Raises:
         KeyError: if `values` lacks a placeholder.
 

@@ -11,10 +11,7 @@ def write(command: str, path: Path | None, document: dict[str, Any], indent: int
     """Write a document as JSON.
 
     Args:
-        command: name of the command, for errors.
         path: path of the file; "-" prints the document, None does nothing.
-        document: values that JSON can represent.
-        indent: spaces of an indentation.
 
     Raises:
         ConfigError: if the file cannot be written.

@@ -130,8 +130,6 @@ def host_options(mpi: Mpi, each: int, hostfile: str = "") -> list[str]:
     """Return the options that make mpirun start `each` ranks on every host; none for an unknown vendor.
 
     Args:
-        mpi: the MPI tools.
-        each: number of ranks on a host.
         hostfile: path of a host file; by default mpirun asks the batch system.
 
     Example:

@@ -36,7 +36,6 @@ def traffic_options(mpi: Mpi, hosts: Sequence[str] = (), environ: Mapping[str, s
     for the mpirun of another vendor.
 
     Args:
-        mpi: the MPI tools.
         hosts: names or addresses of the hosts; none for this host.
         environ: environment variables; those of the process by default.
 

@@ -17,10 +17,6 @@ _SCRATCH_BYTES = 1 << 18
 def check_start(words: Sequence[str], command: str) -> None:
     """Check the program of the workers, and the environment that they will have.
 
-    Args:
-        words: the program and its arguments.
-        command: subcommand of hvdx, for the messages.
-
     Raises:
         LaunchError: if Keras has another backend, Python reads its script from standard input, or the folder for
             temporary files is full.

@@ -62,7 +62,6 @@ def run(
     A failure of the command raises nothing; the outcome describes it.
 
     Args:
-        command: the program and its arguments.
         timeout: seconds.
         env, cwd, merged: see `start_group`.
 
@@ -102,7 +101,6 @@ def start_group(
     """Start a command in a new session, so that `kill_group` also reaches its children, such as mpirun's ranks.
 
     Args:
-        command: the program and its arguments.
         env: the environment; `child_environment()` by default.
         cwd: the working directory; that of this process by default.
         merged: True sends standard error to the pipe of standard output.
@@ -185,12 +183,7 @@ def key_line(text: str) -> str:
 
 
 def last_of(path: Path, size: int = 20_000) -> str:
-    """Return the end of an output.
-
-    Args:
-        path: file of the output, of any length.
-        size: bytes to read.
-    """
+    """Return the end of an output: `size` bytes of it at most."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - size))
         return file.read().decode(errors="replace")

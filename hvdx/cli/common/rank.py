@@ -81,8 +81,6 @@ def _wait(child: int, rank: int, pipe: tuple[int, int], ended: int) -> tuple[int
     """Wait for the child; end its rank if it is stopped, which `hvdx.comm.heartbeat` explains.
 
     Args:
-        child: process.
-        rank: its rank, for messages.
         pipe: ends of the pipe with the rank's heartbeat.
         ended: file descriptor with a byte when the child has ended.
 

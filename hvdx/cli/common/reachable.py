@@ -72,13 +72,7 @@ def with_ssh(hosts: Iterable[str], environ: Mapping[str, str] | None = None) -> 
 
 
 def ssh_command(host: str, command: str, options: Sequence[str] = ()) -> list[str]:
-    """Return the words that run a command of a shell on a host, without questions to the user.
-
-    Args:
-        host: its name.
-        command: the command.
-        options: further options of ssh.
-    """
+    """Return the words that run a command of a shell on a host, without questions to the user."""
     return ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", *options, "--", host, command]
 
 

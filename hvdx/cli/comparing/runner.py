@@ -59,8 +59,6 @@ def command(plan: Plan, single: Single, environ: Mapping[str, str] | None = None
     a Slurm job, and mpirun elsewhere; one worker starts without them, and without the lab.
 
     Args:
-        plan: the comparison.
-        single: the run.
         environ: environment variables; those of this process by default.
     """
     environ = os.environ if environ is None else environ
@@ -82,10 +80,6 @@ def command(plan: Plan, single: Single, environ: Mapping[str, str] | None = None
 
 def spread(hosts: str, workers: int) -> str:
     """Return the hosts for some workers: as many hosts as possible, because the network is to be compared as well.
-
-    Args:
-        hosts: hosts with their room, as in --hosts.
-        workers: number of workers, for whom there is room.
 
     Example:
         >>> spread("a:2,b:2", 2)
@@ -118,8 +112,6 @@ def start(words: Sequence[str], env: Mapping[str, str], folder: Path, timeout: f
     """Run a command to its end, and end it at the time limit or if this process is interrupted or killed.
 
     Args:
-        words: the command.
-        env: its environment.
         folder: folder of the run, where its output becomes log.txt.
         timeout: seconds.
         lock: descriptor that stays open until the command has ended.
@@ -170,10 +162,6 @@ def add_predictions(plan: Plan, say: Callable[[str], None]) -> None:
 
     The script runs for some steps, as in `hvdx advise`: as many copies as share a machine, each alone. A failure is
     said, and leaves the outcomes as they are.
-
-    Args:
-        plan: the comparison, whose runs have ended.
-        say: prints a line.
     """
     for workers in plan.workers:
         runs = [single for single in plan.runs() if single.workers == workers > 1 and _is_missing(plan, single)]
@@ -259,10 +247,7 @@ def run_all(plan: Plan, made: dict[str, str], lock: int, retry: bool = False) ->
     """Run what has not ended yet.
 
     Args:
-        plan: the comparison.
         made: for each strategy, the call that makes it.
-        lock: descriptor of the lock.
-        retry: also repeat failed runs.
 
     Returns:
         Number of runs that succeeded, earlier ones included.

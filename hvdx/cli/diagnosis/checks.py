@@ -176,7 +176,6 @@ def horovod(found: Finding, installed_tensorflow: str) -> list[Check]:
     """Check that Horovod, if installed, can be imported, contains MPI, and was built for the installed TensorFlow.
 
     Args:
-        found: finding of the probe.
         installed_tensorflow: version of the installed TensorFlow; "" if its import fails.
     """
     facts = found.facts
@@ -229,12 +228,7 @@ def _gpus(frameworks: Finding) -> Check:
 
 
 def threads(cores: int, environ: Mapping[str, str]) -> Check:
-    """Check that the thread counts do not exceed the cores.
-
-    Args:
-        cores: number of cores that this process may use.
-        environ: environment variables with the thread counts.
-    """
+    """Check that the thread counts do not exceed the cores."""
     names = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
     chosen = {name: environ[name] for name in names if environ.get(name)}
     value = f"{cores}; " + (

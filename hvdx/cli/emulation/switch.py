@@ -159,7 +159,6 @@ class Host:
     """One emulated host.
 
     Attributes:
-        name, address: host name and IP address.
         keeper: process that holds its namespaces.
     """
 

@@ -34,7 +34,6 @@ class Need:
     """One requirement of the build.
 
     Attributes:
-        name: name of the requirement.
         found: path or version; "" if it is missing.
         remedy: the action to take if it is missing.
     """
@@ -51,7 +50,6 @@ class Survey:
     Attributes:
         needs: all requirements, in the order in which they are printed.
         tensorflow: installed version; "" if TensorFlow cannot be imported.
-        mpi: MPI tools.
         settings: environment variables for Horovod's build, with the folders of CUDA and NCCL.
     """
 

@@ -25,7 +25,6 @@ def fetch(folder: Path, env: Mapping[str, str]) -> Path:
     """Download the source archive into `folder`, unless a good copy is there, and return its path.
 
     Args:
-        folder: folder of source archives.
         env: environment variables with which pip finds setuptools.
 
     Raises:

@@ -130,7 +130,6 @@ def build(source: Path, folder: Path, env: Mapping[str, str], jobs: int, log: Pa
         source: folder of the patched source.
         folder: folder for the wheel.
         env: environment variables of the build, including `switches()`.
-        jobs: number of parallel compilers.
         log: file for all output.
 
     Raises:
@@ -256,10 +255,6 @@ def make_root() -> Path:
 
 def kept(key: Key, folder: Path) -> Path | None:
     """Return the wheel for a key from the cache `folder`.
-
-    Args:
-        key: settings of the build.
-        folder: cache folder.
 
     Returns:
         The wheel; None if there is none, its digest is wrong, or another user can have written it (with a warning).

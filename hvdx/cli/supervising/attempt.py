@@ -60,9 +60,6 @@ class Signals:
 def run_launcher(command: Sequence[str]) -> int:
     """Run a launcher in this terminal, and return its exit code, or that of a signal; see `code_after`.
 
-    Args:
-        command: its words.
-
     Raises:
         OSError: if it cannot be started.
     """
@@ -76,12 +73,7 @@ def run_launcher(command: Sequence[str]) -> int:
 
 
 def code_after(received: Sequence[int], code: int) -> int:
-    """Return the exit code of a job; if a signal has ended it, say so, and return what shells do: 130 for Ctrl-C.
-
-    Args:
-        received: signals to this process.
-        code: exit code of the launcher.
-    """
+    """Return the exit code of a job; if a signal has ended it, say so, and return what shells do: 130 for Ctrl-C."""
     if code in (0, REQUEUE_CODE) or (signal.SIGINT not in received and signal.SIGTERM not in received):
         return code
     number = signal.SIGINT if signal.SIGINT in received else signal.SIGTERM
@@ -322,11 +314,6 @@ def run_attempt(command: Sequence[str], signals: Signals, hosts: Sequence[str] =
     """Run the launcher to its end, with its output on that of this process; kill it if a host is lost.
 
     The launcher has a session of its own, so that a signal of the terminal reaches it once, and no standard input.
-
-    Args:
-        command: its words.
-        signals: passes signals on to it.
-        hosts: hosts of the workers.
 
     Raises:
         OSError: if it cannot be started.

@@ -73,7 +73,6 @@ def find_failure(text: str, code: int) -> Failure | None:
 
     Args:
         text: end of its output.
-        code: exit code of the launcher.
 
     Returns:
         The failure; None for a job that succeeded. Open MPI ends with 0 after it has lost a host; that is a failure.
@@ -104,8 +103,6 @@ def would_repeat(failure: Failure, code: int, trained: bool) -> str:
     """Return why a restart would fail in the same way, or "".
 
     Args:
-        failure: the failure.
-        code: exit code of the launcher.
         trained: whether the job has trained a step.
     """
     error = re.match(r"(?:\w+\.)*(\w+)(?::|$)", failure.reason)
