@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdx.cli.commands import COMMANDS
-from hvdx.cli.common import json_file
+from hvdx.cli.common.options import parse_hosts, write_json
 from hvdx.cli.common.processes import program_of
 from hvdx.cli.common.termination import TERMINATED, TerminatedError, sigterm_raises
 from hvdx.cli.emulation.switch import parse_rate
-from hvdx.cli.run import parse_hosts
 from hvdx.comm.launcher import usable_memory
 from hvdx.errors import ConfigError
 from hvdx.log import Log
@@ -232,7 +231,7 @@ def _report(
         )
     if args.json is None or str(args.json) != "-":
         print("\n\n".join([*advices, *texts]))
-    json_file.write("advise", args.json, document)
+    write_json("advise", args.json, document)
     return 0 if worth else 1
 
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from hvdx.cli.common.options import parse_target
 from hvdx.errors import ConfigError
 from hvdx.foreign import printable
 
@@ -54,25 +55,3 @@ def run(args: argparse.Namespace) -> int:
         report_file.write(page.render(overview, verdict, args.folders[0].resolve().name), path, page.KIND, args.force)
         print(f"\npage: {path}")
     return 0
-
-
-def parse_target(text: str) -> tuple[str, float]:
-    """Return the metric and the value of `--target`.
-
-    Raises:
-        ConfigError: if it is not a metric and a number.
-
-    Example:
-        >>> parse_target("val_accuracy=0.85")
-        ('val_accuracy', 0.85)
-    """
-    metric, _, value = text.partition("=")
-    try:
-        number = float(value)
-        if not metric.strip() or number != number or abs(number) == float("inf"):
-            raise ValueError
-    except ValueError:
-        raise ConfigError(
-            f"--target: expected a metric and a number, got {text!r}. Do: --target val_accuracy=0.85"
-        ) from None
-    return metric.strip(), number

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdx.cli.commands import COMMANDS
-from hvdx.cli.common.hostfile import HOST, parse_hostfile
 from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES, Mpi, find_mpi, mpirun_command
 from hvdx.cli.common.mpi_traffic import traffic_options
+from hvdx.cli.common.options import parse_hostfile, parse_hosts
 from hvdx.cli.common.preflight import check_start
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.cli.common.reachable import check_hosts
@@ -263,24 +263,6 @@ def _survival(args: argparse.Namespace) -> dict[str, str]:
         return {}
     least = {} if args.min_workers is None else {surviving.LEAST_VARIABLE: str(args.min_workers)}
     return {surviving.VARIABLE: "1"} | least
-
-
-def parse_hosts(text: str | None, command: str = NAME) -> dict[str, int]:
-    """Parse "a:2,b" to {"a": 2, "b": 1}.
-
-    Args:
-        command: subcommand that has the option, for the message.
-
-    Raises:
-        LaunchError: if a part has another form.
-    """
-    hosts: dict[str, int] = {}
-    for part in filter(None, (text or "").split(",")):
-        match = re.fullmatch(rf"({HOST})(?::(\d+))?", part.strip())
-        if match is None or match.group(2) == "0":
-            raise LaunchError(f"{command}: --hosts: expected HOST:N,HOST:N with N of 1 or more, got {part.strip()!r}.")
-        hosts[match.group(1)] = hosts.get(match.group(1), 0) + int(match.group(2) or 1)
-    return hosts
 
 
 def _host_options(mpi: Mpi, hosts: dict[str, int]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdx.cli.advise import LATENCY, given_link
-from hvdx.cli.common import json_file
+from hvdx.cli.common.options import write_json
 from hvdx.errors import ConfigError
 from hvdx.log import Log
 
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
                 document["cases"].append(case | vars(outcomes[spelling]) | {"took": time.monotonic() - begin})
             if str(args.json) != "-":
                 print(_section(args, count, bandwidth, outcomes), flush=True)
-    json_file.write("simulate", args.json, document, indent=1)
+    write_json("simulate", args.json, document, indent=1)
     return 0
 
 

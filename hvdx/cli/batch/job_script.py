@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdx.cli.batch.template import Value, fill, plain_line, plain_word, shell_words, template
-from hvdx.cli.common.hostfile import parse_hostfile
 from hvdx.cli.common.mpi_tools import EXPORTED, EXPORTED_PREFIXES
+from hvdx.cli.common.options import parse_hostfile
 from hvdx.cli.common.processes import program_of
 from hvdx.errors import ConfigError
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdx import foreign
+from hvdx.cli.common.options import parse_hosts, parse_target
 from hvdx.cli.common.processes import program_of, search_path
 from hvdx.cli.emulation.switch import MAX_HOSTS, parse_rate
-from hvdx.cli.report import parse_target
-from hvdx.cli.run import parse_hosts
 from hvdx.errors import ConfigError
 from hvdx.report.overview import COMPARISON, ONE_WORKER, Setting
 from hvdx.report.records import OUTCOME

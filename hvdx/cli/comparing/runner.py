@@ -15,9 +15,9 @@ from pathlib import Path
 
 from hvdx.cli.advise import given_link
 from hvdx.cli.advising import answer, machine, script
+from hvdx.cli.common.options import parse_hosts
 from hvdx.cli.common.processes import child_environment, exit_reason, key_line, kill_group, last_of
 from hvdx.cli.comparing.plan import Plan, Single, write_whole
-from hvdx.cli.run import parse_hosts
 from hvdx.comm.launcher import usable_cores
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, HvdxError, LaunchError

@@ -1,6 +1,6 @@
 """The benchmarks of the codec run, and the bits on the wire meet their goals."""
 
-# Tests: hvdx/cli/bench.py, hvdx/cli/common/json_file.py, jobs/benchmarks/kernels.py
+# Tests: hvdx/cli/bench.py, hvdx/cli/common/options.py, jobs/benchmarks/kernels.py
 
 import json
 

@@ -1,9 +1,8 @@
-"""Host files of Open MPI, MPICH and batch systems."""
+"""Host files of Open MPI, MPICH and batch systems, and names of hosts."""
 
 import pytest
 
-from hvdx.cli.common.hostfile import parse_hostfile
-from hvdx.cli.run import parse_hosts
+from hvdx.cli.common.options import parse_hostfile, parse_hosts
 from hvdx.errors import LaunchError
 
 
