@@ -30,7 +30,7 @@ MAY = {
         *("hvdx.strategies", "hvdx.comm", "hvdx.costs", "hvdx.report", "hvdx.errors", "hvdx.log", "hvdx.version"),
         "hvdx.foreign",
         # Checkpoints are written by the functions that write the files of `hvdx average`.
-        *("hvdx.averaging.dtypes", "hvdx.averaging.extents", "hvdx.averaging.output", "hvdx.averaging.safetensors"),
+        *("hvdx.averaging.extents", "hvdx.averaging.network", "hvdx.averaging.output", "hvdx.averaging.safetensors"),
     },
     "averaging": None,
     "cli": {"packaging", "hvdx"},

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import File, splice
 from hvdx.averaging.keras_config import parse_config
 from hvdx.averaging.limits import check_unpacked
-from hvdx.averaging.network import Network, Tensor, Values, gather
+from hvdx.averaging.network import Network, Tensor, Values, gather, small_float
 from hvdx.errors import AverageError
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import OneFile, Output, splice
-from hvdx.averaging.network import Tensor, Values
+from hvdx.averaging.network import Tensor, Values, small_float
 from hvdx.errors import AverageError
 
 _LIST = 0x112

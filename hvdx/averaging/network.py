@@ -1,4 +1,4 @@
-"""Interface of a saved network, which every file format implements."""
+"""Interface of a saved network, which every file format implements, and the dtypes that NumPy lacks."""
 
 import abc
 from collections.abc import Callable, Iterator, Mapping
@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
+from hvdx.errors import AverageError
 
 #: Function that yields the new values of a tensor: one-dimensional blocks of its dtype, in order, each once.
 Values = Callable[["Tensor"], Iterator[np.ndarray]]
@@ -118,3 +120,21 @@ def gather(tensor: Tensor, values: Values) -> np.ndarray:
         array[at : at + block.size] = block
         at += block.size
     return array.reshape(tensor.shape)
+
+
+def small_float(name: str, path: Path) -> np.dtype:
+    """Return bfloat16, or one of the float8 dtypes.
+
+    Args:
+        name: name of the dtype in `ml_dtypes`: "bfloat16", "float8_e4m3fn", "float8_e5m2" and others.
+
+    Raises:
+        AverageError: if `ml_dtypes` is not installed.
+    """
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise AverageError(
+            f"{path}: expected the package ml_dtypes, for its {name} tensors, found none. Do: pip install ml_dtypes"
+        ) from None
+    return np.dtype(getattr(ml_dtypes, name))

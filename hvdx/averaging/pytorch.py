@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import OneFile, Output, splice
 from hvdx.averaging.limits import check_description, check_name
-from hvdx.averaging.network import Tensor, Values
+from hvdx.averaging.network import Tensor, Values, small_float
 from hvdx.averaging.torch_pickle import REMEDY, read_pickle, tensors_of
 from hvdx.averaging.torch_values import View
 from hvdx.errors import AverageError

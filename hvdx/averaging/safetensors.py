@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import OneFile, Output, splice
 from hvdx.averaging.limits import check_description
-from hvdx.averaging.network import Tensor, Values
+from hvdx.averaging.network import Tensor, Values, small_float
 from hvdx.errors import AverageError
 
 # Limit of the safetensors library, in bytes.

@@ -24,7 +24,7 @@ from hvdx.averaging.torch_values import (
 )
 from hvdx.errors import AverageError
 
-# Dtype of the elements of each kind of storage, as named by `dtypes.py` or NumPy.
+# Dtype of the elements of each kind of storage, as named by `small_float` or NumPy.
 _STORAGES = {
     "DoubleStorage": "f8",
     "FloatStorage": "f4",

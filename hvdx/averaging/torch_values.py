@@ -18,7 +18,7 @@ class View:
 
     Attributes:
         storage: name of the entry with its elements.
-        dtype: dtype of the elements, as named by `hvdx.averaging.dtypes` or NumPy.
+        dtype: dtype of the elements, as named by `small_float` or NumPy.
         count: size of the storage, in bytes or elements.
         in_bytes: unit of `count`: True for bytes, False for elements.
         offset, shape, stride: position in the storage, in elements.

@@ -1,6 +1,6 @@
 """Arithmetic of averaging."""
 
-# Tests: hvdx/averaging/api.py, hvdx/averaging/dtypes.py, hvdx/averaging/network.py, hvdx/averaging/formats.py
+# Tests: hvdx/averaging/api.py, hvdx/averaging/network.py, hvdx/averaging/formats.py
 
 import ml_dtypes
 import numpy as np

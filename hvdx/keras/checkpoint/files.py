@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 
 from hvdx import foreign
-from hvdx.averaging.dtypes import small_float
 from hvdx.averaging.extents import Output
+from hvdx.averaging.network import small_float
 from hvdx.averaging.safetensors import DTYPES, SMALL_FLOATS
 from hvdx.errors import CheckpointError, ConfigError, HvdxError
 
