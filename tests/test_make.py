@@ -49,7 +49,7 @@ def make(tmp_path):
     [
         ("--ignore=", "hvdx: failed: the tests in one process"),
         ("pytest tests/test_stalls.py", "hvdx: failed: the tests that run alone"),
-        ("-n 2", "hvdx: failed: the tests in one process; the tests that start processes"),
+        ("--dist loadfile", "hvdx: failed: the tests in one process; the tests that start processes"),
         ("nothing", ""),
     ],
 )
