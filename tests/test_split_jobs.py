@@ -1,6 +1,6 @@
 """Jobs with split layers that start wrong, or lose a rank: each rank says why, and the job ends."""
 
-# Tests: hvdx/keras/fit/positions.py, hvdx/keras/layers/group.py
+# Tests: hvdx/keras/fit/positions.py, hvdx/keras/layers/split_layer.py
 
 import time
 

@@ -1,6 +1,6 @@
 """`SplitEmbedding`: the same training as `Embedding`, with a part of the rows on each rank."""
 
-# Tests: hvdx/keras/layers/embedding.py, hvdx/keras/layers/split_layer.py, hvdx/keras/gathering.py
+# Tests: hvdx/keras/layers/replacements.py, hvdx/keras/layers/split_layer.py, hvdx/keras/gathering.py
 
 import functools
 

@@ -1,6 +1,6 @@
 """`SplitSparseCategoricalCrossentropy` and its metric: those of whole logits, whose classes no rank holds whole."""
 
-# Tests: hvdx/keras/layers/loss.py
+# Tests: hvdx/keras/layers/replacements.py
 
 import keras
 import numpy as np

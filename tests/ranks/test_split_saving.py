@@ -1,6 +1,6 @@
 """Checkpoints, saved models and copies of models with split layers."""
 
-# Tests: hvdx/keras/layers/split_layer.py, hvdx/keras/layers/whole.py, hvdx/keras/checkpoint/parts.py
+# Tests: hvdx/keras/layers/split_layer.py, hvdx/keras/checkpoint/parts.py
 # Tests: hvdx/keras/fit/plain_copies.py
 
 import contextlib

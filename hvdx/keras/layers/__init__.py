@@ -1,9 +1,12 @@
 """Layers whose weights are split over the ranks of a group; see `docs/split-layers.md`."""
 
-from hvdx.keras.layers.dense import SplitDense
-from hvdx.keras.layers.embedding import SplitEmbedding
-from hvdx.keras.layers.group import bytes_sent
-from hvdx.keras.layers.loss import SplitSparseCategoricalAccuracy, SplitSparseCategoricalCrossentropy
+from hvdx.keras.layers.replacements import (
+    SplitDense,
+    SplitEmbedding,
+    SplitSparseCategoricalAccuracy,
+    SplitSparseCategoricalCrossentropy,
+)
+from hvdx.keras.layers.split_layer import bytes_sent
 
 __all__ = [
     "SplitDense",

@@ -1,30 +1,167 @@
-"""What split layers have in common: this rank's part of each weight, in memory and in files."""
+"""What split layers have in common: their group, initial values, this rank's part of each weight, and whole files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdx.comm.mesh import Mesh
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
-from hvdx.keras.layers.group import Shared, joined_mesh
-from hvdx.keras.layers.initial import Draw, PartInitializer
-from hvdx.keras.layers.whole import cut_saved, guard_files, refuse_to_save
-from hvdx.keras.types import Store, TensorLike
-from hvdx.keras.weight_parts import WeightPart, mark, tensors_of
+from hvdx.keras.joining import join
+from hvdx.keras.seams.layers import change_loaded_state, guard_saving
+from hvdx.keras.types import Store, TensorLike, Variable
+from hvdx.keras.weight_parts import WeightPart, has_parts, mark, mark_state, part_of, tensors_of
 
+T = TypeVar("T")
+Draw = Literal["whole", "shard"]
+# Initialisers whose values do not depend on the shape, and so need no correction.
+_PER_ELEMENT = ("Constant", "Ones", "RandomNormal", "RandomUniform", "TruncatedNormal", "Zeros")
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 _NORMS = (keras.constraints.MaxNorm, keras.constraints.MinMaxNorm, keras.constraints.UnitNorm)
+_REMEDY = (
+    "this rank holds one part of its weights, so it cannot save them alone. Call plain = hvdx.keras.gather(model) on "
+    "all ranks, then plain.save(...) on rank 0. During fit, use hvdx.keras.Checkpoint or "
+    "keras.callbacks.ModelCheckpoint with the Distribute callback."
+)
+# Whether Keras refuses by now to save parts.
+_guarded = False
 
 
-def check_constraint(constraint: keras.constraints.Constraint | None, part: WeightPart, where: str) -> None:
-    """Refuse a constraint that needs more than this rank's part of a weight.
+def joined_mesh() -> Mesh | None:
+    """Return the mesh of the joined world; None if layers are not split. The first call joins the world."""
+    mesh: Mesh | None = join().mesh
+    return mesh
+
+
+def bytes_sent() -> int:
+    """Return the bytes that this rank has sent in the collectives of split layers, since the world was joined.
+
+    The bytes of the strategy, which combines gradients, are not included.
+
+    Example:
+        >>> bytes_sent()
+        0
+    """
+    mesh = joined_mesh()
+    return 0 if mesh is None else tensors_of(mesh).sent
+
+
+class Shared(Generic[T]):
+    """Value that a deep copy of a layer shares with the layer."""
+
+    def __init__(self, value: T):
+        self.value = value
+
+    def __deepcopy__(self, memo: object) -> "Shared[T]":
+        return self
+
+
+class PartInitializer(keras.initializers.Initializer):
+    """Initialiser of one part of a weight.
 
     Args:
-        constraint: constraint of Keras, or None.
+        initializer: initialiser of the whole weight.
         part: the part.
-        where: owner of the weight, for the message.
+        draw: "whole": draw the whole weight and keep this part, so that the weights are those of a layer that is not
+            split, with the same seed. "shard": draw this part alone, with the variance of the whole weight, for weights
+            that are larger than the memory of a rank.
+        where: owner of the weight, for error messages.
+
+    Raises:
+        ConfigError: if `draw` is unknown, or the initialiser cannot draw a part alone.
+    """
+
+    def __init__(self, initializer: keras.initializers.Initializer, part: WeightPart, draw: Draw, where: str):
+        if draw not in ("whole", "shard"):
+            raise ConfigError(f"{where}: draw: expected 'whole' or 'shard', got {draw!r}.")
+        self._initializer, self._part, self._draw = initializer, part, draw
+        if draw == "shard":
+            self._initializer = _of_part(initializer, part, where)
+
+    def __call__(self, shape: Sequence[int], dtype: str | None = None) -> tf.Tensor:
+        """Return the initial values of the part."""
+        if self._draw == "shard":
+            return self._initializer(shape, dtype=dtype)
+        return self._part.cut(self._initializer(self._part.shape, dtype=dtype))
+
+
+def _of_part(
+    initializer: keras.initializers.Initializer, part: WeightPart, where: str
+) -> keras.initializers.Initializer:
+    """Return an initialiser that draws a part with a seed of its own and the variance of the whole weight."""
+    kinds = {cls.__name__ for cls in type(initializer).__mro__}
+    scaled = "VarianceScaling" in kinds
+    if not scaled and not kinds & set(_PER_ELEMENT):
+        raise ConfigError(
+            f"{where}: draw='shard': expected an initializer of independent values, such as GlorotUniform, got "
+            f"{type(initializer).__name__}, which needs the whole weight. Use draw='whole'."
+        )
+    config = initializer.get_config()
+    if config.get("seed") is None and hasattr(initializer, "seed"):
+        config["seed"] = initializer.seed
+    if isinstance(config.get("seed"), int):
+        # Parts with the same seed would hold the same values.
+        config["seed"] = int(np.random.SeedSequence([config["seed"], part.position]).generate_state(1)[0] >> 1)
+    if scaled:
+        general = keras.initializers.VarianceScaling
+        scale = initializer.scale * _fan(part.part_shape, initializer.mode) / _fan(part.shape, initializer.mode)
+        return general(scale, initializer.mode, initializer.distribution, seed=config["seed"])
+    return type(initializer).from_config(config)
+
+
+def _fan(shape: tuple[int, ...], mode: str) -> float:
+    """Return the number by which `VarianceScaling` divides its scale, for a matrix."""
+    inputs, outputs = shape[0], shape[-1]
+    return max(1.0, {"fan_in": inputs, "fan_out": outputs, "fan_avg": (inputs + outputs) / 2}[mode])
+
+
+def _guard_files() -> None:
+    """Make Keras refuse to save models that hold parts, and load only their parts of an optimiser's state, from now on.
+
+    Keras opens a file, and so empties it, before it asks the layers for their weights. So the functions that save are
+    wrapped, which leaves existing files unchanged.
+    """
+    global _guarded
+    if _guarded:
+        return
+    _guarded = True
+    guard_saving(_refuse)
+    change_loaded_state(_cut_state)
+
+
+def _refuse(model: keras.Model) -> None:
+    if has_parts(model):
+        raise ConfigError(f"model {model.name}: {_REMEDY}")
+
+
+def _cut_state(optimizer: keras.optimizers.Optimizer, store: Store) -> Store:
+    mark_state(optimizer)
+    return _cut_saved(store, optimizer.variables)
+
+
+def _cut_saved(store: Store, variables: list[Variable]) -> Store:
+    """Return saved values, cut to this rank's parts.
+
+    Args:
+        store: saved values, by the number of the variable.
+        variables: variables in their order; None is left out.
+    """
+    present = [v for v in variables if v is not None]
+    if all(part_of(v) is None for v in present):
+        return store
+    found = {key: store[key] for key in store.keys()}  # noqa: SIM118 - a store of Keras has no iterator
+    for i, variable in enumerate(present):
+        part, value = part_of(variable), found.get(str(i))
+        if part is not None and value is not None and tuple(value.shape) == part.shape:
+            found[str(i)] = part.cut(value)
+    return found
+
+
+def _check_constraint(constraint: keras.constraints.Constraint | None, part: WeightPart, where: str) -> None:
+    """Refuse a constraint that needs more than this rank's part of a weight; `where` names the weight.
 
     Raises:
         ConfigError: if it computes norms along the axis that is split, or is not one of Keras.
@@ -42,15 +179,10 @@ def check_constraint(constraint: keras.constraints.Constraint | None, part: Weig
     )
 
 
-def split_regularizer(
+def _split_regularizer(
     regularizer: keras.regularizers.Regularizer | None, ranks: SplitTensors, where: str
 ) -> Callable[[TensorLike], tf.Tensor] | None:
     """Return a regulariser whose loss is that of the whole weight, and whose gradient that of this rank's part.
-
-    Args:
-        regularizer: regulariser of Keras, or None.
-        ranks: collectives of the group.
-        where: owner of the weight, for the message.
 
     Raises:
         ConfigError: if the loss is not a sum over the elements.
@@ -98,7 +230,7 @@ class SplitLayer:
         mesh = joined_mesh()
         if mesh is None:
             return None
-        guard_files()
+        _guard_files()
         if getattr(self, "lora_rank", None) or getattr(self, "quantization_mode", None):
             raise ConfigError(
                 f"layer {self.name}: LoRA and quantization need whole weights. Leave them out, or use "
@@ -122,7 +254,7 @@ class SplitLayer:
 
         Args:
             name: name of the weight, and prefix of its initialiser, regulariser and constraint.
-            part: the part.
+            part: shape and place of the part.
 
         Raises:
             ConfigError: if one of the three needs the whole weight.
@@ -131,12 +263,12 @@ class SplitLayer:
             getattr(self, f"{name}_{kind}") for kind in ("initializer", "regularizer", "constraint")
         )
         where = f"layer {self.name}: {name}"
-        check_constraint(constraint, part, where)
+        _check_constraint(constraint, part, where)
         variable = self.add_weight(
             name=name,
             shape=part.part_shape,
             initializer=PartInitializer(initializer, part, self.draw, where),
-            regularizer=split_regularizer(regularizer, self._ranks.value, where),
+            regularizer=_split_regularizer(regularizer, self._ranks.value, where),
             constraint=constraint,
         )
         mark(variable, part)
@@ -148,12 +280,13 @@ class SplitLayer:
         Raises:
             ConfigError: if this rank holds a part of the weights.
         """
-        refuse_to_save(self, self._mesh)
+        if self._mesh is not None:
+            raise ConfigError(f"layer {self.name}: {_REMEDY}")
         super().save_own_variables(store)  # type: ignore[misc]
 
     def load_own_variables(self, store: Store) -> None:
         """Load the weights of the plain layer, and keep this rank's part."""
-        values = store if self._mesh is None else cut_saved(store, self.weights)  # type: ignore[attr-defined]
+        values = store if self._mesh is None else _cut_saved(store, self.weights)  # type: ignore[attr-defined]
         super().load_own_variables(values)  # type: ignore[misc]
 
     def enable_lora(self, *args: object, **kwargs: object) -> None:
