@@ -13,9 +13,8 @@ from hvdx.comm import Comm
 from hvdx.comm.host_graph import change, on_host, wait_for
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints
-from hvdx.keras.adapters.graph_period import GraphPeriod, nothing
 from hvdx.keras.adapters.host import HostAdapter, alive, unsent_on_gpu
-from hvdx.keras.adapters.period import HostPeriod, Period
+from hvdx.keras.adapters.period import GraphPeriod, HostPeriod, Period, nothing
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.types import Gradient, Variable
@@ -90,7 +89,7 @@ class PeriodicAdapter(HostAdapter):
         """Take a step of a period on the host, in one operation of the graph.
 
         Args:
-            period: the period.
+            period: period of the variables.
             wanted: updates of the step, one for each variable.
             first_bad, sample: see `HostAdapter._call`.
         """

@@ -1,6 +1,6 @@
 """Periods of several steps between two exchanges, on virtual ranks: threads of this process, without a launcher."""
 
-# Tests: hvdx/keras/adapters/periodic.py, hvdx/keras/adapters/period.py, hvdx/keras/adapters/graph_period.py
+# Tests: hvdx/keras/adapters/periodic.py, hvdx/keras/adapters/period.py
 
 import gc
 import weakref
