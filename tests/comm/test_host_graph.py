@@ -15,7 +15,7 @@ from hvdx.comm.host_graph import HostGraphComm, change, on_host
 from hvdx.comm.local import virtual_world
 from hvdx.comm.tensors import MismatchError
 from hvdx.errors import ConfigError, ExchangeError, ReplicaError
-from hvdx.keras.adapters.first_bad import FirstBad
+from hvdx.keras.adapters.finite import FirstBad
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS
 from tests.strategies.virtual import on_all, on_hosts
 

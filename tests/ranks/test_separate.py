@@ -1,6 +1,6 @@
 """Warnings and errors for ranks that train separately or hold NaN."""
 
-# Tests: hvdx/keras/fit/finite.py, hvdx/keras/separate.py, hvdx/keras/adapters/first_bad.py
+# Tests: hvdx/keras/adapters/finite.py, hvdx/keras/separate.py
 
 import keras
 import numpy as np

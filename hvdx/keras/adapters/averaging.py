@@ -15,7 +15,7 @@ from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import Adapter, apply_constraints, describe, refuse_local_skip, scaled
-from hvdx.keras.adapters.first_bad import bad_flags
+from hvdx.keras.adapters.finite import bad_flags
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
 from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.seams.optimizers import step_counter, trained_variables

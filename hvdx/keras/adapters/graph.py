@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdx.comm import GraphComm
 from hvdx.comm.base import Reduction
 from hvdx.keras.adapters.base import Adapter, refuse_local_skip, scaled, values_of, with_values
-from hvdx.keras.adapters.first_bad import FirstBad
+from hvdx.keras.adapters.finite import FirstBad
 from hvdx.keras.adapters.local_variables import LocalVariables
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.optimizers import step_counter

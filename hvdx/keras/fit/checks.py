@@ -4,7 +4,8 @@ from typing import Literal
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError
-from hvdx.keras.fit import finite, replicas
+from hvdx.keras.adapters import finite
+from hvdx.keras.fit import replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part

@@ -6,8 +6,9 @@ import keras
 
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
+from hvdx.keras.adapters import finite
 from hvdx.keras.adapters.rank_local import rank_local_ids
-from hvdx.keras.fit import callback_list, finite, py_datasets
+from hvdx.keras.fit import callback_list, py_datasets
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.part import Part

@@ -1,6 +1,6 @@
 """Adapters between an optimiser and a strategy, on virtual ranks: threads of this process, without a launcher."""
 
-# Tests: hvdx/keras/adapters/base.py, hvdx/keras/adapters/first_bad.py, hvdx/keras/adapters/graph.py
+# Tests: hvdx/keras/adapters/base.py, hvdx/keras/adapters/finite.py, hvdx/keras/adapters/graph.py
 # Tests: hvdx/keras/adapters/weights.py
 
 import keras
