@@ -1,6 +1,6 @@
 """Parameter averaging at any number of ranks, compared with the same arithmetic in one process."""
 
-# Tests: hvdx/keras/adapters/averaging.py, hvdx/keras/optimizer_state.py, hvdx/keras/adapters/rows.py
+# Tests: hvdx/keras/adapters/graph.py, hvdx/keras/optimizer_state.py, hvdx/keras/adapters/rows.py
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import hvdx.keras as hvd
 from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import checkpoint
-from hvdx.keras.adapters import averaging
+from hvdx.keras.adapters import graph
 from hvdx.keras.adapters.optimizer import adapter_of, attach, detach
 from hvdx.keras.fit import replicas
 from hvdx.keras.optimizer_state import slots
@@ -129,7 +129,7 @@ def test_each_rank_trains_alone_and_every_period_weights_become_their_mean(name,
 @pytest.mark.parametrize("average_optimizer", [True, False])
 def test_horovod_averages_the_same(average_optimizer, monkeypatch):
     # The matrix of 120 bytes in blocks of rows, the others at once.
-    monkeypatch.setattr(averaging, "_BLOCK_BYTES", 80)
+    monkeypatch.setattr(graph, "_BLOCK_BYTES", 80)
     model = network(OPTIMIZERS["momentum"]())
     fit(model, hvdx.ParameterAveraging(3, average_optimizer=average_optimizer, engine="horovod"))
     assert_close(model, simulated(OPTIMIZERS["momentum"], 3, average_optimizer))
@@ -161,8 +161,8 @@ def test_nonlinear_optimizers_and_longer_periods_differ_from_all_reduce(name, pe
 def test_blocks_of_rows_change_no_bits(monkeypatch, dtype):
     """Of weights and momenta, also where one row is larger than a block, and where the last block has fewer rows."""
     runs = []
-    for block in (averaging._BLOCK_BYTES, 15):
-        monkeypatch.setattr(averaging, "_BLOCK_BYTES", block)
+    for block in (graph._BLOCK_BYTES, 15):
+        monkeypatch.setattr(graph, "_BLOCK_BYTES", block)
         model = network(OPTIMIZERS["momentum"](), dtype=dtype)
         callback = fit(model, hvdx.ParameterAveraging(4))
         state = [*model.weights, *slots(model.optimizer)]

@@ -18,9 +18,8 @@ from hvdx.comm import Comm, GraphComm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters import xla
-from hvdx.keras.adapters.averaging import AveragingAdapter
 from hvdx.keras.adapters.base import Adapter, values_of, with_values
-from hvdx.keras.adapters.graph import GraphAdapter
+from hvdx.keras.adapters.graph import AveragingAdapter, GraphAdapter
 from hvdx.keras.adapters.host import HostAdapter
 from hvdx.keras.adapters.periodic import PeriodicAdapter
 from hvdx.keras.adapters.weights import WeightsAdapter
