@@ -96,7 +96,7 @@ def test_error_of_a_function_that_is_traced_has_its_own_text():
 
     File "/home/me/train.py", line 12, in train_step  *
         self.optimizer.apply(gradients)
-    File "/lib/python3.11/site-packages/hvdx/keras/adapters/xla.py", line 17, in refuse
+    File "/lib/python3.11/site-packages/hvdx/keras/adapters/base.py", line 360, in refuse_xla
         raise ConfigError(
 
     ConfigError: jit_compile: expected False.

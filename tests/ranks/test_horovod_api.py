@@ -1,6 +1,6 @@
 """The names of horovod.tensorflow.keras."""
 
-# Tests: hvdx/keras/adapters/xla.py, hvdx/keras/callbacks.py, hvdx/keras/horovod/api.py
+# Tests: hvdx/keras/callbacks.py, hvdx/keras/horovod/api.py
 # Tests: hvdx/keras/horovod/collectives.py, hvdx/keras/horovod/distributed_optimizer.py, hvdx/keras/horovod/queries.py
 
 import keras

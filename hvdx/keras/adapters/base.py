@@ -13,6 +13,7 @@ from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters import rows
 from hvdx.keras.seams.frames import loss_scale_calls
+from hvdx.keras.seams.graphs import traces_for_xla
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import Exchange, HostExchange, Strategy, TensorSpec
@@ -352,6 +353,17 @@ def _cuda_device(name: str) -> str:
     # TensorFlow numbers the GPUs that it was told to see; CUDA, and the names of physical devices, number all.
     visible = tf.config.get_visible_devices("GPU")
     return f"GPU:{visible[int(number)].name.rpartition(':')[2]}" if int(number) < len(visible) else "CPU"
+
+
+def refuse_xla() -> None:
+    """Refuse a function that is being traced for XLA, which cannot compile communication between ranks."""
+    if traces_for_xla():
+        raise ConfigError(
+            "jit_compile: expected False where gradients are combined over ranks, got True: XLA cannot compile "
+            "communication between ranks. Do: move @tf.function(jit_compile=True) from a train_step to the part of it "
+            "that computes the gradients; or model.compile(..., jit_compile=False); or add the callback Distribute or "
+            "BroadcastGlobalVariablesCallback, which turn the option of compile off."
+        )
 
 
 def refuse_local_skip() -> None:

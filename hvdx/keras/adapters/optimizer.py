@@ -17,8 +17,7 @@ from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
-from hvdx.keras.adapters import xla
-from hvdx.keras.adapters.base import Adapter, values_of, with_values
+from hvdx.keras.adapters.base import Adapter, refuse_xla, values_of, with_values
 from hvdx.keras.adapters.graph import AveragingAdapter, GraphAdapter
 from hvdx.keras.adapters.host import HostAdapter
 from hvdx.keras.adapters.periodic import PeriodicAdapter
@@ -237,7 +236,7 @@ def _replace_methods(optimizer: keras.optimizers.Optimizer, adapter: Adapter) ->
         grads: Sequence[Gradient],
         trainable_variables: Sequence[Variable],
     ) -> object:
-        xla.refuse()
+        refuse_xla()
         if not adapter.holds_loss_scale:
             adapter.count_step()
         return original(adapter.begin_call(self, grads, trainable_variables), trainable_variables)

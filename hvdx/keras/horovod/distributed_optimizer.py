@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras import separate
-from hvdx.keras.adapters import xla
-from hvdx.keras.adapters.base import Adapter
+from hvdx.keras.adapters.base import Adapter, refuse_xla
 from hvdx.keras.adapters.local_variables import LocalVariables, trained_by
 from hvdx.keras.adapters.optimizer import attach
 from hvdx.keras.horovod.api import Average, Compression, Compressor, Operation, operation, unsupported, wire
@@ -248,7 +247,7 @@ class DistributedGradientTape:
         separate.script_combines()
         comm = self._comm
         if comm is not None and comm.size > 1 and present:
-            xla.refuse()
+            refuse_xla()
             exchange: Any = self._strategy.open(comm, [], name="tape")
             combined = self._local.exchange_others(
                 [variables[i] for i in present], [gradients[i] for i in present], comm.size, exchange.step
