@@ -1,6 +1,6 @@
 """N workers are one process: the matrix of batches, losses, loops and optimisers, against plain Keras."""
 
-# Tests: hvdx/keras/adapters/rows.py, hvdx/keras/fit/batches.py, hvdx/keras/fit/idling.py, hvdx/keras/fit/losses.py
+# Tests: hvdx/keras/adapters/rows.py, hvdx/keras/fit/batches.py
 # Tests: hvdx/keras/seams/losses.py
 
 import functools

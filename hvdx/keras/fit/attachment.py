@@ -14,8 +14,7 @@ from hvdx.keras.adapters import rows, updates
 from hvdx.keras.adapters.base import Adapter, Call
 from hvdx.keras.adapters.optimizer import adapter_of, attach, detach, optimizers_of
 from hvdx.keras.fit import batches, noise, replicas
-from hvdx.keras.fit.idling import Idling
-from hvdx.keras.fit.losses import Losses
+from hvdx.keras.fit.batches import Idling, Losses
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.recording import Recording

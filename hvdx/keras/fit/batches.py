@@ -1,15 +1,27 @@
-"""The batches of a fit on each rank: their rows, which may differ, and their number."""
+"""The batches of a fit, whose rows and number may differ by rank: a step is that of one process with all rows.
 
-from collections.abc import Sequence
+`adapters/rows.py` has the arithmetic. Regularisation, which is the same on all ranks, needs no factor. Neither does a
+loss that is a mean over the rows, as most are. A rank that has no batch left takes part in the steps of the others.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-from hvdx.keras.adapters.base import ROWS
+from hvdx.comm import Comm
+from hvdx.keras.adapters import rows
+from hvdx.keras.adapters.base import ROWS, Call
+from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.fit import data
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import batch_size_of, dataset_of, epoch_is_one_pass, last_batch_of
+from hvdx.keras.seams.losses import is_builtin, weights_of
+from hvdx.keras.seams.replacing import Method
+from hvdx.keras.types import Gradient, Variable
+from hvdx.strategies import Strategy
+from hvdx.strategies.base import EACH_STEP
 
 
 class Batches(NamedTuple):
@@ -67,12 +79,7 @@ def of(callback: keras.callbacks.Callback) -> Batches:
 
 
 def agreed(offered: Sequence[Batches], may_idle: bool) -> Plan:
-    """Return what the ranks know together.
-
-    Args:
-        offered: batches of each rank.
-        may_idle: whether ranks can take part in the steps of others.
-    """
+    """Return what the ranks know together; with `may_idle`, ranks can take part in the steps of others."""
     first = offered[0]
     steps = tuple(batches.steps or 0 for batches in offered)
     return Plan(
@@ -83,3 +90,213 @@ def agreed(offered: Sequence[Batches], may_idle: bool) -> Plan:
         steps=steps,
         idles=may_idle and len(set(steps)) > 1 and min(steps) > 0 and all(b.one_pass for b in offered),
     )
+
+
+class Losses:
+    """Reduction of the losses of the step that is being traced.
+
+    Args:
+        comm: the ranks.
+        strategy: strategy of the fit.
+        plan: batches of the ranks.
+        standard: whether the step is Keras' own, which adds up a loss that is not reduced.
+        record: function that is told the number of values of each sum over the ranks.
+        count: rows of this step, float64; None if all ranks have as many.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        strategy: Strategy,
+        plan: Plan,
+        standard: bool,
+        record: Callable[[int], None],
+        count: tf.Tensor | None,
+    ):
+        self._comm, self._plan, self._standard, self._record, self._count = comm, plan, standard, record, count
+        # Elsewhere ranks take steps of their own.
+        self._together = strategy.schedule == EACH_STEP and not strategy.asynchronous and strategy.weighs
+        self._exact = self._together and strategy.placement == "gradient"
+        # No adapter can weigh the gradient of a split layer's part: it is a sum over the batches of the group.
+        split = comm.mesh is not None
+        self._share = rows.share(comm, count, "fit") if split and self._exact and count is not None else None
+        self._sums = 0
+
+    def reduce(
+        self,
+        original: Method,
+        loss: object,
+        values: tf.Tensor,
+        sample_weight: object = None,
+        mask: object = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: object = None,
+    ) -> tf.Tensor:
+        """Reduce the values of a loss as Keras does, and multiply the result by the factor of this rank."""
+        reduced = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+        values = tf.convert_to_tensor(values)
+        # A number already is a mean over the rows, or nobody knows.
+        if self._together and values.shape.rank != 0:
+            reduced = self._multiplied(reduced, loss, values, sample_weight, mask, reduction)
+        return reduced if self._share is None else _with_gradient_times(reduced, self._share)
+
+    def _multiplied(
+        self,
+        reduced: tf.Tensor,
+        loss: object,
+        values: tf.Tensor,
+        sample_weight: object,
+        mask: object,
+        reduction: str | None,
+    ) -> tf.Tensor:
+        """Return a reduced loss times the factor of this rank; see `reduce`."""
+        if reduction in (None, "none"):
+            return _with_gradient_times(reduced, self._of_sum()) if self._standard else reduced
+        if reduction == "sum":
+            return self._times(reduced, self._of_sum())
+        if not self._exact:
+            return reduced
+        # Keras returns an empty batch as it is.
+        reduced = tf.reduce_sum(reduced)
+        denominator = self._denominator(loss, values, sample_weight, mask, reduction)
+        return reduced if denominator is None else self._times(reduced, self._of_mean(denominator))
+
+    def _of_sum(self) -> float | tf.Tensor:
+        """Return the factor of a sum: the number of ranks, or of rows everywhere for each row here."""
+        if not self._exact or (self._count is None and not self._comm.survives):
+            return float(self._comm.size)
+        mine = self._count if self._count is not None else tf.constant(1.0, tf.float64)
+        (everywhere,) = self._total([mine])
+        return tf.math.divide_no_nan(everywhere, mine)
+
+    def _of_mean(self, denominator: tf.Tensor) -> tf.Tensor:
+        """Return the factor of a mean over something else than rows."""
+        count = self._count if self._count is not None else tf.constant(1.0, tf.float64)
+        all_denominators, all_rows = self._total([denominator, count])
+        return tf.math.divide_no_nan(denominator, all_denominators) * tf.math.divide_no_nan(all_rows, count)
+
+    def _denominator(
+        self, loss: object, values: tf.Tensor, sample_weight: object, mask: object, reduction: str | None
+    ) -> tf.Tensor | None:
+        """Return the number by which Keras divides the sum; None if it is the same multiple of the rows on all ranks.
+
+        All ranks must decide alike, so only what is the same on all of them may count: the shapes without their rows,
+        and the presence of a mask.
+        """
+        if reduction == "mean_with_sample_weight":
+            values, weights = weights_of(values, sample_weight, mask, reduction)
+            return _size(values) if weights is None else tf.cast(tf.reduce_sum(weights), tf.float64)
+        if mask is not None:
+            mask = tf.cast(mask, tf.float64)
+            return tf.math.divide_no_nan(tf.reduce_sum(mask) * _size(values), _size(mask))
+        of_rows = self._plan.alike and values.shape[1:].is_fully_defined()
+        if not (self._standard and is_builtin(loss)):
+            # A loss or a step of the user's own may have dropped values, or joined dimensions.
+            known = self._plan.fixed and values.shape[0] is not None and not tf.executing_eagerly()
+            of_rows = of_rows and known
+        return None if of_rows else _size(values)
+
+    def _total(self, numbers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        self._sums += 1
+        self._record(len(numbers))
+        return rows.total(self._comm, numbers, _name_of_sum(self._sums))
+
+    @staticmethod
+    def _times(reduced: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
+        return reduced * (tf.cast(factor, reduced.dtype) if isinstance(factor, tf.Tensor) else factor)
+
+
+class Idling:
+    """Training function that takes this rank's steps, and then those of the others with weight 0.
+
+    Args:
+        model: compiled model, with its training function.
+        comm: the ranks.
+        own, all: number of batches of this rank, and of the rank that has the most.
+        events: what this rank's steps exchange, in order: calls of optimisers, and numbers of values that are summed.
+
+    Attributes:
+        function: the model's own training function.
+    """
+
+    def __init__(self, model: keras.Model, comm: Comm, own: int, all: int, events: Sequence[Call | int]):
+        self._model, self._comm, self._own, self._all, self._events = model, comm, own, all, events
+        self.function: Callable[..., object] = model.train_function
+        self._at_once = model.steps_per_execution
+        # As this rank's own steps: eager and traced operations may round differently.
+        eager = model.run_eagerly or tf.config.functions_run_eagerly()
+        self._idle: Callable[[], object] | None = self._step if eager else None
+        self._logs: object = None
+        # With constant gradients, TensorFlow would call Horovod while it optimises the graph.
+        with tf.device("CPU:0"):
+            self._zero = tf.Variable(0.0, trainable=False)
+        self._batch = 0
+
+    def resize(self, own: int, all: int) -> "Idling":
+        """Take other numbers of batches from the next step on."""
+        self._own, self._all, self._batch = own, all, 0
+        return self
+
+    def begin_batch(self, batch: int) -> None:
+        """Begin the step with this number in its epoch, from 0."""
+        self._batch = batch
+
+    def __call__(self, iterator: object) -> object:
+        # A callback that calls `Distribute` may not pass on the begin of a step.
+        begin, self._batch = self._batch, self._batch + self._at_once
+        own = max(0, min(self._at_once, self._own - begin))
+        if own:
+            self._logs = self.function(iterator)
+        for _ in range(min(self._at_once, self._all - begin) - own):
+            if self._idle is None:
+                # Not called as a function, of which TensorFlow would say that it is traced in each fit.
+                self._idle = tf.function(self._step, autograph=False).get_concrete_function()
+            self._idle()
+        return self._logs
+
+    def _step(self) -> None:
+        events, sums = list(self._events), 0
+        for event in events:
+            if isinstance(event, int):
+                sums += 1
+                rows.total(self._comm, [tf.zeros((), tf.float64)] * event, _name_of_sum(sums))
+            else:
+                self._repeat(event)
+
+    def _repeat(self, call: Call) -> None:
+        adapter = call.adapter
+        (optimizer,) = (o for o in optimizers_of(self._model) if adapter_of(o) is adapter)
+        adapter.begin_step()
+        adapter.count_samples(0)
+        zeros = [self._zeros(v, indices) for v, indices in zip(call.variables, call.indices, strict=True)]
+        adapter.idle(optimizer, zeros, call.variables)
+        adapter.begin_step()
+
+    def _zeros(self, variable: Variable, indices: tf.DType | None) -> Gradient:
+        """Return a gradient of zeros; with a dtype of indices, of no rows."""
+        dtype, shape = keras.backend.standardize_dtype(variable.dtype), tuple(variable.shape)
+        zero = tf.cast(self._zero, dtype)
+        if indices is None:
+            return tf.fill(shape, zero)
+        none = tf.cast(self._zero, tf.int32)
+        values = tf.ensure_shape(tf.fill(tf.stack([none, *shape[1:]]), zero), (None, *shape[1:]))
+        return tf.IndexedSlices(values, tf.fill([none], tf.cast(none, indices)), tf.constant(shape, indices))
+
+
+def _name_of_sum(number: int) -> str:
+    """Return the name of a sum of denominators over the ranks, by its number in the step."""
+    return f"fit.losses.{number}"
+
+
+def _with_gradient_times(values: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
+    """Return values unchanged, for Keras' metric of the loss, and multiply their gradient by a factor."""
+
+    @tf.custom_gradient
+    def same(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return tf.identity(x), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
+
+    return same(values)
+
+
+def _size(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.size(tensor, out_type=tf.int64), tf.float64)
