@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from hvdx.comm.local import virtual_world
-from hvdx.keras.fit.schedules import remark, tell
+from hvdx.keras.fit.sync_callback import remark, tell
 
 S = keras.optimizers.schedules
 
