@@ -21,11 +21,11 @@ from hvdx.keras.fit.limits import Limit
 from hvdx.keras.fit.metrics import EpochLogs
 from hvdx.keras.fit.noise import Noise
 from hvdx.keras.fit.part import Part, Parts
-from hvdx.keras.fit.plain_copies import PlainCopies
 from hvdx.keras.fit.record import Record
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.state import Declared, State
 from hvdx.keras.fit.sync_callback import Schedules, SyncCallback
+from hvdx.keras.gathering import PlainCopies
 from hvdx.keras.joining import join
 from hvdx.keras.saving import Saving
 from hvdx.keras.seams.frames import calling_list, running_fits

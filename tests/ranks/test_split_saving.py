@@ -1,7 +1,7 @@
 """Checkpoints, saved models and copies of models with split layers."""
 
 # Tests: hvdx/keras/layers/split_layer.py, hvdx/keras/checkpoint/parts.py
-# Tests: hvdx/keras/fit/plain_copies.py
+# Tests: hvdx/keras/gathering.py
 
 import contextlib
 import json
