@@ -5,22 +5,24 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import keras
+import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.adapters import finite
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.rank_local import Owner, declared, rank_local_ids
 from hvdx.keras.fit import callback_list, data, limits, replicas
 from hvdx.keras.fit.attachment import Attachment
-from hvdx.keras.fit.checks import Checks
 from hvdx.keras.fit.comparison import Comparison
 from hvdx.keras.fit.costs import Costs
 from hvdx.keras.fit.counting import Counting
-from hvdx.keras.fit.evaluation import Evaluation
 from hvdx.keras.fit.limits import Limit
 from hvdx.keras.fit.metrics import EpochLogs
 from hvdx.keras.fit.noise import Noise
 from hvdx.keras.fit.part import Part, Parts
+from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.record import Record
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.state import Declared, State
@@ -28,10 +30,12 @@ from hvdx.keras.fit.sync_callback import Schedules, SyncCallback
 from hvdx.keras.gathering import PlainCopies
 from hvdx.keras.joining import join
 from hvdx.keras.saving import Saving
-from hvdx.keras.seams.frames import calling_list, running_fits
+from hvdx.keras.seams.frames import calling_list, epoch_iterator, running_fits
+from hvdx.keras.seams.iterators import dataset_of, number_of_batches
 from hvdx.keras.seams.models import initial_epoch, set_initial_epoch
 from hvdx.keras.survival import Survival
 from hvdx.keras.types import Logs
+from hvdx.keras.weight_parts import by_ranks, has_parts
 from hvdx.log import Log
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
@@ -122,6 +126,123 @@ class Start(Part):
     def _broadcast(self, excluded: Collection[int]) -> None:
         replicas.broadcast_state(self.model, 0, self._comm, excluded)
         self._weights = len(self.model.weights)
+
+
+class Evaluation(Part):
+    """Compare positions at a validation and at the end of an epoch; all ranks of a group evaluate all its batches.
+
+    With split layers, a rank that has fewer batches than its group goes on with batches that do not count.
+    """
+
+    def __init__(self, comm: Comm, counting: Counting):
+        super().__init__()
+        self._comm, self._counting = comm, counting
+        # Number of batches that do not count, after this rank's own.
+        self._missing = 0
+        self._filler: tf.data.Dataset | None = None
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        """Compare the numbers of batches in this rank's group.
+
+        Raises:
+            ConfigError: on all ranks, if a number is unknown.
+        """
+        everyone = all_gather_at(self._comm, f"validation in epoch {self._counting.epoch + 1}", self._batches())
+        self._missing = 0
+        numbers = [number for number in everyone if number is not None]
+        if not numbers:
+            return
+        if min(numbers) < 0:
+            raise ConfigError.on_all_ranks(
+                f"evaluation with split layers: expected a known number of batches on all ranks, got none on rank "
+                f"{numbers.index(-1)}. Give fit validation_steps=, or evaluate steps=."
+            )
+        mesh = mesh_of(self._comm)
+        mine = mesh.groups[mesh.index]
+        self._missing = max(numbers[rank] for rank in mine) - numbers[self._comm.rank]
+
+    def _batches(self) -> int | None:
+        """Return this rank's number of batches: -1 if it is unknown, None for a model without split layers."""
+        if not has_parts(self.model):
+            return None
+        iterator = epoch_iterator(self)
+        dataset = dataset_of(iterator)
+        self._filler = None if dataset is None else tf.nest.map_structure(_one_row, dataset.element_spec)
+        number = number_of_batches(iterator)
+        return -1 if number is None else number
+
+    def on_test_end(self, logs: Logs = None) -> None:
+        """Take this rank's part in the batches that others of its group still have."""
+        missing, self._missing = self._missing, 0
+        if missing:
+            values = [v.numpy() for v in self.model.metrics_variables]
+            for _ in range(missing):
+                self.model.test_step(self._filler)
+            for variable, value in zip(self.model.metrics_variables, values, strict=True):
+                variable.assign(value)
+        all_gather_at(self._comm, f"the end of validation in epoch {self._counting.epoch + 1}")
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Compare the positions."""
+        all_gather_at(self._comm, f"the end of epoch {epoch + 1}")
+
+
+def _one_row(spec: tf.TypeSpec) -> tf.Tensor:
+    """Return a tensor of a batch with one sample of zeros; Keras cannot reduce the loss of an empty batch."""
+    return tf.zeros([1, *(extent or 1 for extent in spec.shape[1:])], spec.dtype)
+
+
+class Checks(Part):
+    """Check that the weights are finite and have the same bits on all ranks: after each epoch, and every few steps.
+
+    Args:
+        every: `check_every` of `Distribute`.
+        sync: knows whether a `TerminateOnNaN` stops the fit, which is no error then.
+
+    Raises:
+        ConfigError: if `every` is something else, or a number of steps under an asynchronous strategy.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        every: int | Literal["epoch"] | None,
+        counting: Counting,
+        attachment: Attachment,
+        sync: SyncCallback,
+    ):
+        super().__init__()
+        if every not in ("epoch", None) and not (isinstance(every, int) and every > 0):
+            raise ConfigError(f"check_every: expected 'epoch', a positive number of steps or None, got {every!r}.")
+        if attachment.strategy.asynchronous and isinstance(every, int):
+            raise ConfigError(
+                f"check_every={every}: under {attachment.strategy!r}, workers have different weights until the end of "
+                "an epoch. Use check_every='epoch'."
+            )
+        self._comm, self._every, self._counting, self._attachment = comm, every, counting, attachment
+        self._sync = sync
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Check the weights if that is due."""
+        if isinstance(self._every, int) and (batch + 1) % self._every == 0:
+            for adapter in self._attachment.adapters:
+                adapter.drain()
+            self._attachment.rejoin()
+            self._check(f"after step {batch + 1} of epoch {self._counting.epoch + 1}")
+            for adapter in self._attachment.adapters:
+                adapter.go_on()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Check the weights; if `every` is None, only whether they are finite."""
+        self._check(f"after epoch {epoch + 1}")
+
+    def _check(self, when: str) -> None:
+        firsts = [adapter.first_bad() for adapter in self._attachment.adapters]
+        bad = finite.check(self.model.trainable_weights, firsts, self._comm, when, self._sync.terminates)
+        if bad or self._every is None:
+            return
+        for ranks, some in by_ranks(replicas.shared_state_of(self.model), self._comm):
+            replicas.check_identical(some, ranks, when)
 
 
 class Limiting(Part):

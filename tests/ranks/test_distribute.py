@@ -1,6 +1,6 @@
 """`Distribute` besides gradients: metrics, files, comparison of replicas."""
 
-# Tests: hvdx/keras/fit/checks.py, hvdx/keras/distribute.py, hvdx/keras/fit/metrics.py, hvdx/keras/fit/replicas.py
+# Tests: hvdx/keras/distribute.py, hvdx/keras/fit/metrics.py, hvdx/keras/fit/replicas.py
 # Tests: hvdx/keras/fit/attachment.py, hvdx/keras/fit/attachment.py, hvdx/report/counters.py
 
 import copy

@@ -1,8 +1,7 @@
 """`SplitDense`: the same training as `Dense`, with a part of the weights on each rank."""
 
-# Tests: hvdx/keras/adapters/optimizer.py, hvdx/keras/layers/replacements.py
+# Tests: hvdx/keras/adapters/optimizer.py, hvdx/keras/distribute.py, hvdx/keras/layers/replacements.py
 # Tests: hvdx/keras/layers/split_layer.py, hvdx/keras/weight_parts.py
-# Tests: hvdx/keras/fit/evaluation.py
 
 import keras
 import numpy as np
