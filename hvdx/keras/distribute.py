@@ -16,14 +16,13 @@ from hvdx.keras.adapters.rank_local import Owner, declared, rank_local_ids
 from hvdx.keras.fit import callback_list, data, limits, replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.comparison import Comparison
-from hvdx.keras.fit.costs import Costs
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.limits import Limit
 from hvdx.keras.fit.metrics import EpochLogs
 from hvdx.keras.fit.noise import Noise
 from hvdx.keras.fit.part import Part, Parts
 from hvdx.keras.fit.positions import all_gather_at
-from hvdx.keras.fit.record import Record
+from hvdx.keras.fit.record import Costs, Record
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.state import Declared, State
 from hvdx.keras.fit.sync_callback import Schedules, SyncCallback

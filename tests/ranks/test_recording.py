@@ -1,6 +1,6 @@
 """Records and limits of a fit on several ranks."""
 
-# Tests: hvdx/keras/fit/costs.py, hvdx/keras/distribute.py, hvdx/keras/fit/record.py, hvdx/report/counters.py
+# Tests: hvdx/keras/distribute.py, hvdx/keras/fit/record.py, hvdx/report/counters.py
 
 import keras
 import pytest
