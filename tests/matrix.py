@@ -57,7 +57,7 @@ ROWS: list[Row] = [
     ("what `hvdx/keras/seams` relies on", ["-m", "pytest", "-q", "tests/keras/test_seams.py"], 1, {}, TEST_SECONDS),
     (
         "names of Horovod, without Horovod",
-        ["-m", "pytest", "-q", "tests/keras/horovod/test_names.py"],
+        ["-m", "pytest", "-q", "tests/keras/horovod/test_api_names.py"],
         1,
         {},
         TEST_SECONDS,

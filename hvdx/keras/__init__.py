@@ -17,15 +17,32 @@ from hvdx.keras.horovod.api import (
     Min,
     Product,
     Sum,
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
+    error_for,
+    gloo_built,
+    gloo_enabled,
     init,
+    is_homogeneous,
     is_initialized,
     local_rank,
+    local_rank_op,
     local_size,
+    local_size_op,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    process_set_included_op,
     rank,
+    rank_op,
+    rocm_built,
     shutdown,
     size,
+    size_op,
 )
 from hvdx.keras.horovod.batch_norm import SyncBatchNormalization
 from hvdx.keras.horovod.collectives import (
@@ -51,26 +68,7 @@ from hvdx.keras.horovod.distributed_optimizer import (
     PartialDistributedOptimizer,
     load_model,
 )
-from hvdx.keras.horovod.names import error_for
 from hvdx.keras.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hvdx.keras.horovod.queries import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    local_rank_op,
-    local_size_op,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    process_set_included_op,
-    rank_op,
-    rocm_built,
-    size_op,
-)
 from hvdx.keras.inference import evaluate, predict
 from hvdx.keras.loops import combine, flush, prepare
 

@@ -1,7 +1,7 @@
 """The names of horovod.tensorflow.keras."""
 
 # Tests: hvdx/keras/callbacks.py, hvdx/keras/horovod/api.py
-# Tests: hvdx/keras/horovod/collectives.py, hvdx/keras/horovod/distributed_optimizer.py, hvdx/keras/horovod/queries.py
+# Tests: hvdx/keras/horovod/collectives.py, hvdx/keras/horovod/distributed_optimizer.py
 
 import keras
 import numpy as np

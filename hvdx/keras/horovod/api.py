@@ -1,18 +1,24 @@
-"""Start, ranks and constants of `horovod.tensorflow.keras`; the collectives are in `collectives`."""
+"""Start, ranks, constants and queries of `horovod.tensorflow.keras`, and a remedy for each name that hvdx lacks.
 
+The collectives are in `collectives`.
+"""
+
+import importlib.util
 import operator
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, cast
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdx import comm as world
+from hvdx.comm import horovod, launcher
 from hvdx.comm.base import Wire
 from hvdx.errors import ConfigError
-from hvdx.keras.horovod.process_sets import ProcessSet, add_process_set, allow
+from hvdx.keras.horovod.process_sets import ProcessSet, add_process_set, allow, set_of
 from hvdx.keras.joining import join
 from hvdx.strategies import Strategy, leave
 from hvdx.strategies.registry import set_default
@@ -174,6 +180,110 @@ def cross_size() -> int:
     return join().cross_size
 
 
+def _query(name: str) -> int:
+    if importlib.util.find_spec("horovod") is None:
+        return int(name == "mpi_built")  # MPI carries what Horovod would
+    return getattr(horovod.load(), name)()
+
+
+def mpi_built() -> bool:
+    """Return whether Horovod was built with MPI."""
+    return bool(_query("mpi_built"))
+
+
+def gloo_built() -> bool:
+    """Return whether Horovod was built with Gloo."""
+    return bool(_query("gloo_built"))
+
+
+def nccl_built() -> int:
+    """Return the version of NCCL that Horovod was built with; 0 for none."""
+    return int(_query("nccl_built"))
+
+
+def ddl_built() -> bool:
+    """Return whether Horovod was built with IBM's DDL."""
+    return bool(_query("ddl_built"))
+
+
+def ccl_built() -> bool:
+    """Return whether Horovod was built with Intel's oneCCL."""
+    return bool(_query("ccl_built"))
+
+
+def cuda_built() -> bool:
+    """Return whether Horovod was built with CUDA."""
+    return bool(_query("cuda_built"))
+
+
+def rocm_built() -> bool:
+    """Return whether Horovod was built with ROCm."""
+    return bool(_query("rocm_built"))
+
+
+def mpi_enabled() -> bool:
+    """Return whether the ranks of this job communicate by MPI; False for a process without a launcher."""
+    found = launcher.detect()
+    return found is not None and not gloo_enabled()
+
+
+def gloo_enabled() -> bool:
+    """Return whether Horovod's own launcher started the ranks of this job, with Gloo."""
+    found = launcher.detect()
+    return found is not None and found.launcher == "Horovod (Gloo)"
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether several threads may call MPI; hvdx starts MPI only in this mode."""
+    return mpi_enabled()
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts have the same number of ranks. Collective."""
+    joined = join()
+    return len(set(joined.all_gather_object(joined.local_size, "ranks of each host"))) == 1
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Return an operation with the rank of the process that runs it, int32[].
+
+    Args:
+        name: name of the operation.
+    """
+    return _number(lambda: join().rank, name)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Return an operation with the rank among those of the host of the process that runs it; see `rank_op`."""
+    return _number(lambda: join().local_rank, name)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return an operation with the number of ranks when it runs, int32[].
+
+    Args:
+        process_set_id: number of a process set; 0 is all ranks.
+        name: name of the operation.
+    """
+    return _number(lambda: set_of(process_set_id).size() or 0, name)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Return an operation with the number of ranks on this host when it runs; see `rank_op`."""
+    return _number(lambda: join().local_size, name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return an operation with 1 if the process that runs it is in a process set, else 0; see `size_op`."""
+    return _number(lambda: int(set_of(process_set_id).included()), name)
+
+
+def _number(value: Callable[[], int], name: str | None) -> tf.Tensor:
+    result = tf.numpy_function(lambda: np.int32(value()), [], tf.int32, name=name)
+    result.set_shape([])
+    return result
+
+
 def operation(op: Operation | None, known: Sequence[str] = (Average, Sum)) -> str:
     """Return a reduction of hvdx for one of hvdx or Horovod; None means "average".
 
@@ -216,3 +326,56 @@ def unsupported(function: str, **arguments: object) -> None:
     passed = [k for k, v in arguments.items() if v is not None and v is not False]
     if passed:
         raise ConfigError(f"{function}: {', '.join(passed)}: not supported by hvdx. Leave it out.")
+
+
+_INTERNAL = "It is a part of Horovod that scripts do not need. Do: leave it out, or import it from horovod.tensorflow."
+
+#: Remedies for names of Horovod that hvdx does not have.
+REMEDIES = {
+    "run": "Do: call the function in the script, and start the script with `hvdx run -n N python SCRIPT`.",
+    "elastic": (
+        "The number of ranks is fixed while a job runs. Do: save with hvdx.keras.Checkpoint and start with `hvdx job`. "
+        "It puts a job that lost a rank back into the queue, and the job resumes with the number of ranks that it gets."
+    ),
+    "start_timeline": "Do: set HOROVOD_TIMELINE=FILE in the environment of the job.",
+    "stop_timeline": "Do: set HOROVOD_TIMELINE=FILE in the environment of the job; the file ends with it.",
+    "LocalGradientAggregationHelper": "Do: give DistributedOptimizer backward_passes_per_step.",
+    "keras": "Do: import hvdx.keras as hvd; it has the names directly.",
+    "compression": "Do: take Compression.none, .fp16 or .bf16 from hvdx.keras.",
+    "functions": "Do: take broadcast_object, allgather_object and broadcast_variables from hvdx.keras.",
+    "mpi_ops": "Do: take the functions from hvdx.keras.",
+    "sync_batch_norm": "Do: take SyncBatchNormalization from hvdx.keras.",
+    **dict.fromkeys(
+        (
+            "check_extension",
+            "check_num_rank_power_of_2",
+            "gpu_available",
+            "gradient_aggregation",
+            "gradient_aggregation_eager",
+            "handle_average_backwards_compatibility",
+            "is_version_greater_equal_than",
+            "refs_to_vars",
+            "split_list",
+            "util",
+            "vars_to_refs",
+        ),
+        _INTERNAL,
+    ),
+    "join": (
+        "It shuts Horovod down under grouped collectives, which hvdx uses for gradients. Do: give every rank the same "
+        "number of steps with hvdx.shard(data, batch_size), or train with the callback Distribute, which ends an epoch "
+        "of uneven data on all ranks together."
+    ),
+}
+
+
+def error_for(name: str) -> Exception:
+    """Return the error for a name that `hvdx.keras` does not have, with a remedy if Horovod has it.
+
+    Example:
+        >>> type(error_for("elastic")).__name__, type(error_for("nonsense")).__name__
+        ('ConfigError', 'AttributeError')
+    """
+    if name in REMEDIES:
+        return ConfigError(f"hvdx.keras.{name}: expected a name of hvdx.keras, got one of Horovod's. {REMEDIES[name]}")
+    return AttributeError(f"module 'hvdx.keras' has no attribute {name!r}")

@@ -10,7 +10,7 @@ import pytest
 import hvdx
 import hvdx.keras as hvd
 from hvdx.errors import ConfigError, HorovodError
-from hvdx.keras.horovod.names import REMEDIES
+from hvdx.keras.horovod.api import REMEDIES
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "horovod.md"
 ROW = re.compile(r"^\| (`.+?`) \| (same|differs|raises) \| (.*)\|$", re.MULTILINE)
