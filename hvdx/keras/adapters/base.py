@@ -28,8 +28,6 @@ class Call(NamedTuple):
     """Call of an optimiser in a traced step.
 
     Attributes:
-        adapter: adapter of the optimiser.
-        variables: variables of the call.
         indices: for each gradient the dtype of its indices, or None if it is dense.
     """
 
@@ -139,11 +137,7 @@ class Adapter:
         self.specs = [describe(v) for v in variables]
 
     def begin_step(self, record: Callable[[Call], None] | None = None, full: float = ROWS) -> None:
-        """Begin a step without rows of its own.
-
-        Args:
-            record, full: see the attributes.
-        """
+        """Begin a step without rows of its own; for `record` and `full` see the attributes."""
         self.rows, self.record, self.full = None, record, full
 
     def begin_call(
@@ -153,7 +147,6 @@ class Adapter:
 
         Args:
             optimizer: optimiser that is called, not a loss-scale optimiser.
-            gradients, variables: arguments of the call.
         """
         self.record_variables(variables)
         if self.record is not None:
@@ -174,9 +167,7 @@ class Adapter:
         """Take part in a step of the other ranks for which this rank has no batch, with weight 0.
 
         Args:
-            optimizer: the attached optimiser.
             gradients: zeros of the kinds that this rank's steps have.
-            variables: their variables.
         """
         optimizer.apply(gradients, variables)
 
@@ -196,7 +187,6 @@ class Adapter:
         Args:
             optimizer: optimiser that changes the weights, not a loss-scale optimiser.
             step: function that takes the optimiser's own update step.
-            variables: weights that the step changes.
         """
         step()
 
@@ -207,11 +197,7 @@ class Adapter:
         """Finish a call of the optimiser, if `wraps_apply`."""
 
     def count_samples(self, count: int | tf.Tensor) -> None:
-        """Count the samples of this rank's next step, by which its gradient or update weighs.
-
-        Args:
-            count: number of samples, an integer or a scalar tensor.
-        """
+        """Count the samples of this rank's next step, by which its gradient or update weighs."""
         with tf.device("CPU:0"):
             self.rows = tf.cast(count, tf.float64)
 

@@ -49,7 +49,6 @@ def clip(
     Args:
         optimizer: Keras optimiser, not a loss-scale optimiser.
         gradients: combined gradients, one for each variable.
-        variables: variables of the gradients.
         of_keras: Keras' own method, which is used where no gradient is a part or no norm is needed.
     """
     parts = [i for i, v in enumerate(variables) if part_of(v) is not None and gradients[i] is not None]
@@ -104,7 +103,6 @@ def attach(
 
     Args:
         optimizer: a `keras.optimizers.Optimizer`; of a `LossScaleOptimizer`, the inner optimiser is attached.
-        strategy: strategy that combines gradients, updates or weights.
         name: name of the exchange; the same on all ranks, different for each optimiser of a model.
         gain: factor on the gradients that the optimiser applies.
         comm: ranks that take part, by default all; a `GraphComm` if the strategy runs in the graph.

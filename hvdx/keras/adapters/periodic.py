@@ -33,9 +33,6 @@ class PeriodicAdapter(HostAdapter):
 
     Split layers are exchanged in each step.
 
-    Args:
-        strategy, comm, optimizer, name, gain: see `HostAdapter`.
-
     Source: step-ahead error feedback, Xu et al. 2021 (arXiv:2008.05823).
     """
 
@@ -89,7 +86,6 @@ class PeriodicAdapter(HostAdapter):
         """Take a step of a period on the host, in one operation of the graph.
 
         Args:
-            period: period of the variables.
             wanted: updates of the step, one for each variable.
             first_bad, sample: see `HostAdapter._call`.
         """

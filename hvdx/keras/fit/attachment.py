@@ -61,7 +61,6 @@ class KeptTrace:
         model: the model, after its fit; its optimisers are detached.
         function: training function of the fit.
         adapters: adapter of each optimiser in it.
-        strategy: strategy of the fit.
         mode: what else the trace depends on.
         idling: what a rank without a batch does in place of the function; None if no rank has fewer batches.
     """
@@ -111,7 +110,6 @@ def keep_trace(
     Args:
         model: the model; its optimisers are detached, and its settings are those before the fit.
         adapters: adapter of each optimiser.
-        strategy: strategy of the fit.
         mode, idling: see `KeptTrace`.
     """
     function = model.train_function
@@ -127,8 +125,7 @@ def kept_trace(model: keras.Model, strategy: Strategy, mode: object) -> KeptTrac
 
     Args:
         model: the model at the start of a fit, before its optimisers are attached.
-        strategy: strategy of the fit.
-        mode: what else the trace depends on.
+        mode: see `KeptTrace`.
     """
     function = model.train_function
     return function if isinstance(function, KeptTrace) and function.fits(model, strategy, mode) else None
@@ -150,8 +147,6 @@ class Attachment(Part):
     """Attach the optimisers at the start of a fit, and detach at its end those that were not attached before.
 
     Args:
-        comm: the ranks.
-        strategy: strategy of the fits.
         recording: recording of the fits, which a change of the strategy divides.
 
     Attributes:
@@ -362,11 +357,7 @@ class Attachment(Part):
         self._recording.switch(repr(self.strategy))
 
     def follow(self, strategy: Strategy) -> None:
-        """Continue with the strategy of the ranks that this one joins: they may have replaced a provisional one.
-
-        Args:
-            strategy: their strategy.
-        """
+        """Continue with the strategy of the ranks that this one joins: they may have replaced a provisional one."""
         if repr(strategy) != repr(self.strategy):
             self._continue_with(strategy)
 

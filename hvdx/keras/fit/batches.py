@@ -96,9 +96,6 @@ class Losses:
     """Reduction of the losses of the step that is being traced.
 
     Args:
-        comm: the ranks.
-        strategy: strategy of the fit.
-        plan: batches of the ranks.
         standard: whether the step is Keras' own, which adds up a loss that is not reduced.
         record: function that is told the number of values of each sum over the ranks.
         count: rows of this step, float64; None if all ranks have as many.
@@ -211,7 +208,6 @@ class Idling:
 
     Args:
         model: compiled model, with its training function.
-        comm: the ranks.
         own, all: number of batches of this rank, and of the rank that has the most.
         events: what this rank's steps exchange, in order: calls of optimisers, and numbers of values that are summed.
 

@@ -263,7 +263,6 @@ def remark(schedule: keras.optimizers.schedules.LearningRateSchedule, steps: int
     """Return a remark on a schedule that counts more steps than a rank takes, but no more than one process would.
 
     Args:
-        schedule: of an optimiser.
         steps: steps of each rank in the fit.
         size: number of ranks.
 

@@ -285,11 +285,7 @@ def _number(value: Callable[[], int], name: str | None) -> tf.Tensor:
 
 
 def operation(op: Operation | None, known: Sequence[str] = (Average, Sum)) -> str:
-    """Return a reduction of hvdx for one of hvdx or Horovod; None means "average".
-
-    Args:
-        op: reduction.
-        known: reductions that are supported.
+    """Return a reduction of hvdx for one of hvdx or Horovod, of those in `known`; None means "average".
 
     Raises:
         UnsupportedError: if it is another one.

@@ -4,6 +4,8 @@ Each function is linear in its tensor. The gradient of a linear map is its trans
 all ranks' losses arrives at each rank: no factor of the number of ranks appears here. `average_gradient` divides the
 gradients of parts once, by the number of batches in the group.
 
+Everywhere `ranks` are the collectives of the group, and `counts`, int64[ranks], are the rows of each rank.
+
 The gradients that Horovod registers for its own collectives average or sum inconsistently; none of them is used.
 Source: https://github.com/horovod/horovod/issues/2654
 """
@@ -34,7 +36,6 @@ def gather_rows(ranks: SplitTensors, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
     """Return the rows of the group and the number of rows of each rank; the gradient sums over the ranks.
 
     Args:
-        ranks: collectives of the group.
         rows: [rows of this rank, k].
     """
 
@@ -50,9 +51,7 @@ def sum_rows(ranks: SplitTensors, terms: tf.Tensor, counts: tf.Tensor) -> tf.Ten
     """Return this rank's rows of the sum over the ranks; the gradient gathers rows.
 
     Args:
-        ranks: collectives of the group.
         terms: [rows of the group, k].
-        counts: int64[ranks], number of rows of each rank.
     """
     return _linear(lambda t: ranks.sum_rows(t, counts), lambda g: ranks.gather_rows(g)[0], terms)
 
@@ -61,9 +60,7 @@ def columns_to_rows(ranks: SplitTensors, columns: tf.Tensor, counts: tf.Tensor, 
     """Return all columns of this rank's rows; the gradient goes the other way.
 
     Args:
-        ranks: collectives of the group.
         columns: [rows of the group, columns of this rank].
-        counts: int64[ranks], number of rows of each rank.
         bounds: bounds of the ranks' columns.
     """
     return _linear(
@@ -78,7 +75,6 @@ def rows_of_ids(ranks: SplitTensors, rows: tf.Tensor, lookup: Lookup) -> tf.Tens
     up, as in Keras, whose optimisers and norms square each of them.
 
     Args:
-        ranks: collectives of the group.
         rows: [asked, k], the rows `lookup.rows` of this rank's part.
         lookup: ids of this rank, and rows that the group reads from this rank.
     """
@@ -101,10 +97,8 @@ def softmax_losses(
     The gradient of the logits is that of the sum of all ranks' losses.
 
     Args:
-        ranks: collectives of the group.
         logits: [rows of the group, classes of this rank], float32 or float64.
         labels: int64[rows of the group].
-        counts: int64[ranks], number of rows of each rank.
         first: int64, first class of this rank.
 
     Returns:
@@ -142,7 +136,6 @@ def average_gradient(weight: TensorLike, batches: int) -> tf.Tensor:
     without splitting it would be the mean.
 
     Args:
-        weight: tensor.
         batches: number of ranks in the group.
     """
 

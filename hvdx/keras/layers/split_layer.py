@@ -64,11 +64,9 @@ class PartInitializer(keras.initializers.Initializer):
 
     Args:
         initializer: initialiser of the whole weight.
-        part: the part.
         draw: "whole": draw the whole weight and keep this part, so that the weights are those of a layer that is not
             split, with the same seed. "shard": draw this part alone, with the variance of the whole weight, for weights
             that are larger than the memory of a rank.
-        where: owner of the weight, for error messages.
 
     Raises:
         ConfigError: if `draw` is unknown, or the initialiser cannot draw a part alone.
