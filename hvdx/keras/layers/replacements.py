@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdx.comm.mesh import bounds_of
 from hvdx.errors import ConfigError
-from hvdx.keras.layers import collectives
+from hvdx.keras.layers import split_collectives
 from hvdx.keras.layers.split_layer import Draw, SplitLayer, joined_mesh
 from hvdx.keras.seams.layers import name_in_files, set_mask, set_metric_function
 from hvdx.keras.types import TensorLike
@@ -112,23 +112,23 @@ class SplitDense(SplitLayer, keras.layers.Dense):
         if self._mesh is None:
             return super().call(inputs, training)
         ranks, split = self._ranks.value, self._mesh.value.split
-        kernel = collectives.average_gradient(self.kernel, split)
+        kernel = split_collectives.average_gradient(self.kernel, split)
         bias = None if self.bias is None else tf.convert_to_tensor(self.bias)
         rows = tf.reshape(inputs, [-1, inputs.shape[-1]])
         if self.input_is_split:
             counts = ranks.counts_for(rows, self.name)
-            outputs = collectives.sum_rows(ranks, tf.matmul(rows, kernel), counts)
+            outputs = split_collectives.sum_rows(ranks, tf.matmul(rows, kernel), counts)
         else:
-            gathered, counts = collectives.gather_rows(ranks, rows)
+            gathered, counts = split_collectives.gather_rows(ranks, rows)
             outputs = tf.matmul(gathered, kernel)
             if bias is not None:
-                bias = collectives.average_gradient(bias, split)
+                bias = split_collectives.average_gradient(bias, split)
         if self.gather_output and not self.input_is_split:
             if bias is not None:
                 outputs, bias = tf.add(outputs, bias), None
             part = part_of(self._kernel)
             assert part is not None
-            outputs = collectives.columns_to_rows(ranks, outputs, counts, part.bounds)
+            outputs = split_collectives.columns_to_rows(ranks, outputs, counts, part.bounds)
         if bias is not None:
             outputs = tf.add(outputs, bias)
         if not self.gather_output:
@@ -252,8 +252,8 @@ class SplitEmbedding(SplitLayer, keras.layers.Embedding):
         # A gather from the variable itself copies only these rows.
         rows = tf.gather(self._embeddings.value, lookup.rows)
         # The gradient is divided here, where it is sparse.
-        rows = collectives.average_gradient(rows, ranks.size)
-        vectors = collectives.rows_of_ids(ranks, tf.cast(rows, self.compute_dtype), lookup)
+        rows = split_collectives.average_gradient(rows, ranks.size)
+        vectors = split_collectives.rows_of_ids(ranks, tf.cast(rows, self.compute_dtype), lookup)
         outputs = tf.reshape(vectors, tf.concat([tf.shape(inputs), [self.output_dim]], axis=0))
         outputs.set_shape([*inputs.shape, self.output_dim])
         return outputs
@@ -324,7 +324,7 @@ class SplitSparseCategoricalCrossentropy(keras.losses.SparseCategoricalCrossentr
         ranks, labels = tensors_of(mesh), _labels(y_true, y_pred)
         logits = tf.reshape(y_pred, [-1, y_pred.shape[-1]])
         everyone, counts, first = ranks.gather_labels(tf.reshape(labels, [-1]), logits, self.ignore_class)
-        losses = tf.reshape(collectives.softmax_losses(ranks, logits, everyone, counts, first), tf.shape(labels))
+        losses = tf.reshape(split_collectives.softmax_losses(ranks, logits, everyone, counts, first), tf.shape(labels))
         losses.set_shape(labels.shape)
         if self.ignore_class is not None:
             valid = tf.not_equal(labels, self.ignore_class)

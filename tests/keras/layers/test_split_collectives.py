@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
-from hvdx.keras.layers import collectives
+from hvdx.keras.layers import split_collectives
 from tests.strategies.virtual import on_all
 
 # Ids of each rank, in a table of 7 rows, and labels of as many classes.
@@ -26,7 +26,7 @@ def test_look_up_returns_the_rows_of_the_ids_and_the_gradient_of_each():
         with tf.GradientTape() as tape:
             lookup = ranks.send_ids(tf.constant(ids, tf.int64), BOUNDS, "table")
             before = ranks.sent
-            found = collectives.rows_of_ids(ranks, tf.gather(part, lookup.rows), lookup)
+            found = split_collectives.rows_of_ids(ranks, tf.gather(part, lookup.rows), lookup)
             forward = ranks.sent - before
             total = tf.reduce_sum(found * weights)
         return found.numpy(), tape.gradient(total, part), forward
@@ -57,7 +57,7 @@ def test_split_softmax_is_that_of_whole_logits():
         with tf.GradientTape() as tape:
             tape.watch(columns)
             everyone, counts, first = ranks.gather_labels(tf.constant(labels[mine]), columns, None)
-            losses = collectives.softmax_losses(ranks, columns, everyone, counts, first)
+            losses = split_collectives.softmax_losses(ranks, columns, everyone, counts, first)
             total = tf.reduce_sum(losses * weights[mine])
         return losses, tape.gradient(total, columns)
 
