@@ -21,10 +21,6 @@ Wire = Literal["none", "fp16", "bf16"]
 Engine = Literal["auto", "horovod", "mpi"]
 #: Function from an array and a dtype to a new array of that dtype.
 Cast = Callable[[np.ndarray, np.dtype], np.ndarray]
-#: Bytes of a block of a dense sum over MPI, a multiple of all item sizes. Open MPI sends up to 64 KiB over TCP, its
-#: header included, without asking the receiver before. With blocks of 240 kB, four hosts took 1.1 times as long at 100
-#: Mbit/s.
-BLOCK_BYTES = 60_000
 
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
 from hvdx.comm.alignment import aligned
 from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
 from hvdx.comm.launcher import Launch
-from hvdx.comm.mpi_blocks import BlockSum
 from hvdx.comm.mpi_mailbox import MpiMailbox
+from hvdx.comm.sums import BlockSum
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
 from hvdx.errors import ExchangeError, LaunchError
 
@@ -354,7 +354,7 @@ class MpiChannel(Channel):
         scale: float = 1.0,
         cast: Cast = np.ndarray.astype,
     ) -> None:
-        """Sum a vector in blocks, with one flow a link; see `Channel.sum_in_order` and `hvdx.comm.mpi_blocks`.
+        """Sum a vector in blocks, with one flow a link; see `Channel.sum_in_order` and `hvdx.comm.sums`.
 
         The time limit begins anew when a block has been sent or received.
         """

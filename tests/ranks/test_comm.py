@@ -1,4 +1,4 @@
-# Tests: hvdx/comm/horovod.py, hvdx/comm/mpi.py, hvdx/comm/mpi_blocks.py, hvdx/comm/mpi_mailbox.py, hvdx/comm/tensors.py
+# Tests: hvdx/comm/horovod.py, hvdx/comm/mpi.py, hvdx/comm/mpi_mailbox.py, hvdx/comm/sums.py, hvdx/comm/tensors.py
 
 import logging
 import math
