@@ -28,7 +28,7 @@ from hvdx.strategies.base import (
     refuse_unless_it_survives,
 )
 from hvdx.strategies.host import HostExchange
-from hvdx.strategies.serving.step_client import StepClient
+from hvdx.strategies.serving.client import StepClient
 from hvdx.strategies.threshold import costs, states
 from hvdx.strategies.threshold.options import Options, parse_warmup
 

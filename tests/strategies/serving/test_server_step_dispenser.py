@@ -2,7 +2,7 @@
 
 import random
 
-from hvdx.strategies.serving.request_handler import StepDispenser
+from hvdx.strategies.serving.server import StepDispenser
 
 
 def test_each_step_is_handed_out_once():

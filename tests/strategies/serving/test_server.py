@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvdx.strategies.serving.messages import MessageType, SessionConfig
-from hvdx.strategies.serving.request_handler import RequestHandler
+from hvdx.strategies.serving.server import RequestHandler
 from tests.strategies.serving.messages import message, opening
 
 
