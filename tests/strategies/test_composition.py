@@ -11,7 +11,7 @@ import pytest
 import hvdx.strategies.parameter_server
 import hvdx.strategies.threshold.hosts
 import hvdx.strategies.threshold.ordered
-import hvdx.strategies.threshold.routes.sharded
+import hvdx.strategies.threshold.routes
 from hvdx.strategies import Encoder, Exchange, Route
 from hvdx.strategies.step import Arrived
 from tests.strategies.threshold.test_strategy import flat, steps_of, update

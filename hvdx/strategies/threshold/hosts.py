@@ -20,7 +20,7 @@ from hvdx.strategies.host import ELSEWHERE, NOT_FINITE, HostExchange, Outgoing, 
 from hvdx.strategies.step import MessageExchange, saved_step
 from hvdx.strategies.threshold.dealing import Dealing
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
-from hvdx.strategies.threshold.noise import common_sample
+from hvdx.strategies.threshold.noise import common_sample, words_of
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.states import OWNER, scaled, whole_residual
 
@@ -242,7 +242,7 @@ def _add(arrays: Sequence[np.ndarray], out: np.ndarray) -> bool:
 # "No rank", where a header names a rank of the host.
 _NOBODY = -1
 
-#: Function that opens the exchange of a piece between hosts; see `hvdx.strategies.threshold.opening.open_messages`.
+#: Function that opens the exchange of a piece between hosts; see `hvdx.strategies.threshold.routes.open_messages`.
 OpenMessages = Callable[..., MessageExchange]
 
 
@@ -341,7 +341,8 @@ class HostsExchange(HostExchange):
         begin = now()
         self._sums.publish(tensors)
         seconds = now() - begin
-        arrived = self._channel.exchange([int(not step_input.finite), *_words_of(step_input.sample)])
+        mine = np.concatenate([np.ravel(s) for s in step_input.sample]) if step_input.sample else None
+        arrived = self._channel.exchange([int(not step_input.finite), *words_of(mine, np.float32)])
         self.telemetry.waiting += arrived.waited
         sample = _common(step_input.sample, arrived.headers[:, 1:])
         begin = now()
@@ -489,24 +490,12 @@ class HostsExchange(HostExchange):
         return rest | {f"codec.{k}": v for k, v in piece.items()}
 
 
-def _words_of(sample: Sequence[np.ndarray] | None) -> list[int]:
-    """Return the sample of a rank's gradients, two float32 in an integer."""
-    if not sample:
-        return []
-    flat = np.concatenate([np.ravel(s) for s in sample])
-    words = np.zeros(-(-flat.size // 2) * 2, np.float32)
-    with np.errstate(over="ignore"):
-        words[: flat.size] = flat
-    found: list[int] = words.view(np.int64).tolist()
-    return found
-
-
 def _common(sample: Sequence[np.ndarray] | None, words: np.ndarray) -> list[np.ndarray] | None:
     """Return the samples of a host's ranks as one; None without samples.
 
     Args:
         sample: sample of this rank.
-        words: results of `_words_of` of all ranks.
+        words: results of `words_of` of all ranks, of float32.
     """
     if not sample:
         return None

@@ -115,6 +115,24 @@ class SummedSample:
         estimate.observe_sums(self.total, self.squares, self.ranks)
 
 
+def words_of(sample: np.ndarray | None, dtype: type[np.floating] = np.float16) -> list[int]:
+    """Return a sample as numbers of a narrower type, four or two of them in an integer of a header.
+
+    Args:
+        sample: float[n]; None for none.
+        dtype: float16 or float32.
+    """
+    if sample is None:
+        return []
+    each = 8 // np.dtype(dtype).itemsize
+    words = np.zeros(-(-sample.size // each) * each, dtype)
+    # An element that the type cannot hold becomes infinity, and the estimate leaves the sample out.
+    with np.errstate(over="ignore"):
+        words[: sample.size] = sample
+    found: list[int] = words.view(np.int64).tolist()
+    return found
+
+
 def common_sample(samples: np.ndarray) -> np.ndarray:
     """Return the samples of some ranks as one: the root mean square, three zeros, and the mean of each element.
 

@@ -17,10 +17,10 @@ from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
+from hvdx.strategies.threshold.noise import words_of
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.routes.all_gather import words_of
-from hvdx.strategies.threshold.routes.replica import SEQUENCER, Replica
-from hvdx.strategies.threshold.routes.session_mailbox import HEADER_BYTES, Payload, Session, session_mailbox_of
+from hvdx.strategies.threshold.replica import SEQUENCER, Replica
+from hvdx.strategies.threshold.session_mailbox import HEADER_BYTES, Payload, Session, session_mailbox_of
 from hvdx.strategies.threshold.states import whole_residual
 
 # Bytes that may be in flight in any case.

@@ -240,7 +240,7 @@ class Threshold(Strategy):
         if why and comm.rank == 0:
             _log.warning(f"every update crosses from the GPU to the host. {why}")
         # Imported here because it imports Numba, which other strategies do not need.
-        from hvdx.strategies.threshold.opening import open_exchange
+        from hvdx.strategies.threshold.routes import open_exchange
 
         count, options = self._ranks_to_sum(comm.hosts), self.options
         if comm.survives:

@@ -15,7 +15,7 @@ from hvdx.comm import Comm, Message
 from hvdx.comm.base import HEADER_WORDS
 from hvdx.comm.waiting import until
 from hvdx.strategies.sessions import PerComm, Polling, Series
-from hvdx.strategies.threshold.routes.replica import Kind, Packet, Replica
+from hvdx.strategies.threshold.replica import Kind, Packet, Replica
 
 #: Number of the mailbox; the parameter server, which also hands out steps, has 0 and 1.
 BOX = 2

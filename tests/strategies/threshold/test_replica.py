@@ -3,7 +3,7 @@
 import pytest
 
 from hvdx.errors import ExchangeError
-from hvdx.strategies.threshold.routes.replica import Kind, Packet, Replica
+from hvdx.strategies.threshold.replica import Kind, Packet, Replica
 
 
 def update(number, seen=0, payload="update"):

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from hvdx.strategies.threshold.routes.replica import Replica
+from hvdx.strategies.threshold.replica import Replica
 
 # What a worker does next: begin, send a message, end, nothing.
 BEGIN, SEND, END, DONE = range(4)

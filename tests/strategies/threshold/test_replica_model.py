@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvdx.strategies.threshold.routes.replica import Replica
-from tests.strategies.threshold.routes.replica_model import BrokenError, Model
+from hvdx.strategies.threshold.replica import Replica
+from tests.strategies.threshold.replica_model import BrokenError, Model
 
 RULES = {
     "inf": {},

@@ -1,14 +1,7 @@
-"""Sharded route of the threshold strategy: in two phases, whose messages do not grow with the number of ranks.
+"""Routes of messages between the ranks, and the opening of the exchanges of `Threshold`, which chooses one of them.
 
-The update is cut into a shard for each rank. In the first phase each rank sends each shard's entries to the shard's
-owner. The owner adds up the messages of all ranks and its own residual, encodes the sum again, and keeps the rest. In
-the second phase it sends the result to all, at four times the density. So a rank receives 5 (N - 1) / N messages of
-whole updates, where an all-gather brings N - 1. All ranks, the owners too, apply the messages of the second phase.
-
-    sum of the applied messages + residuals of all ranks + residuals of all owners = sum of all updates
-
-Sources: DoubleSqueeze (Tang et al. 2019) compresses a second time where updates are added up, with a residual there;
-1-bit Adam (Tang et al. 2021) has an owner for each shard.
+`AllGatherRoute` brings the messages of all ranks to all ranks. `ShardedRoute` has two phases, whose messages do not
+grow with the number of ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,23 +12,92 @@ import numpy as np
 
 from hvdx import codec as codecs
 from hvdx.codec.base import Array, Decoder
-from hvdx.comm import Channel, clock
+from hvdx.comm import Channel, Comm, clock
+from hvdx.costs.link import probe
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError, WireError
-from hvdx.strategies.host import NOT_FINITE, Outgoing
-from hvdx.strategies.step import Arrived, Route
-from hvdx.strategies.threshold.encoder import Lookahead
-from hvdx.strategies.threshold.noise import SummedSample, sums_of
+from hvdx.log import Log
+from hvdx.strategies.base import TensorSpec
+from hvdx.strategies.host import NOT_FINITE, HostExchange, Outgoing
+from hvdx.strategies.step import Arrived, MessageExchange, Route
+from hvdx.strategies.threshold import costs
+from hvdx.strategies.threshold.encoder import Lookahead, ThresholdEncoder
+from hvdx.strategies.threshold.hosts import HostsExchange
+from hvdx.strategies.threshold.noise import GatheredSample, SummedSample, sums_of, words_of
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.shards import Shards, owner_density
-from hvdx.strategies.threshold.states import OWNER, OWNERS
+from hvdx.strategies.threshold.ordered import OrderedExchange
+from hvdx.strategies.threshold.shards import OWNER_DENSITY, Shards, owner_density
+from hvdx.strategies.threshold.states import OWNER, OWNERS, whole_residual
 
+_log = Log(__name__)
+
+T = TypeVar("T")
+
+# Integers of a header before the sample of gradients: status and two times.
+_HEADER = 3
 # Numbers that a rank sends to each other rank before the first phase: bytes for its shard, status, and the times in
 # microseconds.
 _BYTES, _STATUS, _TIMES = 0, 1, slice(2, 4)
 _NUMBERS = 4
-T = TypeVar("T")
 # Steps between two samples of the gradients: each takes an all-reduce of its own.
 _SAMPLE_EVERY = 4
+# Largest number of elements that the ranks of a host add up: MPI counts bytes in a C int.
+_MOST_ELEMENTS = 2**29 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages(Arrived):
+    """Messages of all ranks.
+
+    Attributes:
+        codec: their codec.
+        messages: uint8[bytes] of each rank that counts, in rank order.
+    """
+
+    codec: Decoder
+    messages: Sequence[np.ndarray]
+
+    def add_to(self, out: Sequence[Array], scale: float, clear: bool) -> None:
+        (self.codec.decode_sum if clear else self.codec.decode)(self.messages, out, scale)
+
+    def add_sum_to(self, out: Sequence[np.ndarray], scale: float) -> None:
+        self.codec.add_sum(self.messages, out, scale)
+
+
+class AllGatherRoute(Route):
+    """Route of messages from each rank to all ranks.
+
+    Args:
+        channel: channel between the ranks.
+        ranks_per_message: number of ranks whose updates each message adds up.
+    """
+
+    def __init__(self, channel: Channel, ranks_per_message: int = 1):
+        self._channel, self._per_message = channel, ranks_per_message
+
+    def send(self, outgoing: Outgoing) -> Messages:
+        encoded = outgoing.encoded
+        assert encoded is not None
+        message = encoded.message
+        header = [outgoing.status, *outgoing.times, *words_of(outgoing.sample)]
+        received = self._channel.exchange(header, message)
+        others, size = self._channel.size - 1, 8 * (len(header) + 1)
+        more = np.ascontiguousarray(received.headers[:, _HEADER:])
+        return Messages(
+            statuses=received.headers[:, 0],
+            times=received.headers[:, 1:_HEADER],
+            waited=received.waited,
+            seconds=received.seconds,
+            sent=others * (message.size + size),
+            received=sum(map(len, received.messages)) - message.size + others * size,
+            sample=GatheredSample(more.view(np.float16), self._per_message) if more.size else None,
+            codec=encoded.codec,
+            messages=received.messages,
+        )
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        return whole_residual(state, self._channel.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +135,17 @@ class OwnersMessages(Arrived):
 
 class ShardedRoute(Route):
     """Route by the owners of shards, on the host.
+
+    The update is cut into a shard for each rank. In the first phase each rank sends each shard's entries to the shard's
+    owner. The owner adds up the messages of all ranks and its own residual, encodes the sum again, and keeps the rest.
+    In the second phase it sends the result to all, at four times the density. So a rank receives 5 (N - 1) / N messages
+    of whole updates, where an all-gather brings N - 1. All ranks, the owners too, apply the messages of the second
+    phase.
+
+        sum of the applied messages + residuals of all ranks + residuals of all owners = sum of all updates
+
+    Sources: DoubleSqueeze (Tang et al. 2019) compresses a second time where updates are added up, with a residual
+    there; 1-bit Adam (Tang et al. 2021) has an owner for each shard.
 
     Args:
         options: options of the strategy.
@@ -266,3 +339,124 @@ def _blame(codec: Decoder, message: np.ndarray, shard_size: int, rank: int) -> N
         codec.decode([message], [np.zeros(shard_size, np.float32)])
     except WireError as error:
         raise error.of(rank) from None
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def open_exchange(
+    options: Options, comm: Comm, specs: Sequence[TensorSpec], device: str, ranks_to_sum: int
+) -> HostExchange:
+    """Open the exchange that fits the options, the ranks and the link; report it if hvdx has chosen it. Collective.
+
+    Args:
+        options, comm, specs, device: see `open_messages`.
+        ranks_to_sum: number of ranks whose updates may be added up on each host; 1 if every rank sends its own.
+    """
+    if options.asynchronous:
+        return OrderedExchange(options, comm, specs)
+    exchange: HostsExchange | MessageExchange
+    if adds_up(options, comm, sum(s.elements for s in specs), device, ranks_to_sum):
+        exchange = HostsExchange(
+            options,
+            comm,
+            specs,
+            lambda between, pieces, **more: open_messages(options, between, pieces, **more),
+        )
+        chosen = "auto" in (options.local, options.exchange)
+    else:
+        exchange, chosen = open_messages(options, comm, specs, device), options.exchange == "auto"
+    if comm.world_ranks[comm.rank] == 0 and exchange.description and chosen:
+        _log.info(f"threshold: {exchange.description}")
+    return exchange
+
+
+def adds_up(options: Options, comm: Comm, elements: int, device: str, count: int) -> bool:
+    """Return whether the ranks of a host add up their updates; the same on all ranks. Collective.
+
+    Args:
+        options, comm, device: see `open_messages`.
+        elements: number of elements of the tensors.
+        count: see `ranks_to_sum` of `open_exchange`.
+    """
+    if count == 1 or elements < count:
+        return False
+    if elements > _MOST_ELEMENTS and options.local == "dense":
+        raise ConfigError.on_all_ranks(
+            f"threshold: local='dense': expected at most {_MOST_ELEMENTS:,} elements, got {elements:,}. Use "
+            "local='none'."
+        )
+    # Hosts may differ: some have no GPU.
+    devices = comm.all_gather_object(device, "the devices of updates")
+    return elements <= _MOST_ELEMENTS and set(devices) == {"cpu"}
+
+
+def open_messages(
+    options: Options,
+    comm: Comm,
+    specs: Sequence[TensorSpec],
+    device: str = "cpu",
+    network: Link | None = None,
+    ranks_per_message: int = 1,
+    elements: int | None = None,
+    results: Sequence[np.ndarray] | None = None,
+) -> MessageExchange:
+    """Open the exchange by the route that fits the ranks and the link. Collective.
+
+    Args:
+        options: options, the same on all ranks.
+        comm: the ranks.
+        specs: the tensors, of the same shapes on all ranks.
+        device: device of the tensors, of the result and of the residual; see `Strategy.device_for`.
+        network: the link between the ranks, if it has been measured.
+        ranks_per_message: number of ranks whose updates each message adds up; see `hvdx.strategies.threshold.hosts`.
+        elements: number of elements from which an automatic density starts, if it is not that of the tensors.
+        results: see `MessageExchange`.
+    """
+    sizes = [s.elements for s in specs]
+    elements = elements or sum(sizes)
+    kind, network = choose_route(options, comm, elements, device, network)
+    shards = Shards(sizes, comm.size) if kind == "sharded" else None
+    encoder = ThresholdEncoder(options, comm, specs, shards, device)
+    channel = comm.channel("the updates")
+    channel.exchange([])  # all ranks have compiled
+    route: Route = AllGatherRoute(channel, ranks_per_message)
+    if shards is not None:
+        route = ShardedRoute(options, channel, shards, encoder.codec, ranks_per_message)
+    if options.target_density == "auto":
+        network = network or probe(channel)
+        size = comm.size
+        messages = (1 + OWNER_DENSITY) * (size - 1) / size if shards is not None else size - 1
+        encoder.follow(network, messages, elements)
+    else:
+        network = None
+    return MessageExchange(
+        comm,
+        specs,
+        encoder,
+        route,
+        ranks_per_message=ranks_per_message,
+        results=results,
+        network=network,
+    )
+
+
+def choose_route(
+    options: Options, comm: Comm, elements: int, device: str, network: Link | None = None
+) -> tuple[str, Link | None]:
+    """Return the kind of route, and the link if it has been measured. Collective.
+
+    Args:
+        options, comm, elements, device, network: see `open_messages`.
+    """
+    if options.exchange == "all_gather" or comm.size == 1 or not elements:
+        return "all_gather", network
+    # Hosts may differ: some have no GPU.
+    if set(comm.all_gather_object(device, "the devices of updates")) != {"cpu"}:
+        return "all_gather", network
+    if network is None and costs.follows_link(options, comm.size):
+        channel = comm.channel("the link")
+        network = probe(channel)
+        channel.close()
+    situation = Situation(comm.size, (elements,), 0.0, network or Link(0.0, 1.0))
+    return costs.kind_for(options, situation), network

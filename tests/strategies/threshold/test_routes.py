@@ -1,7 +1,6 @@
 """Sharded exchange of `Threshold`: bookkeeping of both residuals, traffic, shards, and choice of the exchange."""
 
-# Tests: hvdx/strategies/threshold/opening.py, hvdx/strategies/threshold/shards.py
-# Tests: hvdx/strategies/threshold/states.py
+# Tests: hvdx/strategies/threshold/shards.py, hvdx/strategies/threshold/states.py
 
 from dataclasses import replace
 
@@ -229,7 +228,7 @@ def test_auto_takes_what_costs_less(workers, density, latency, bandwidth, kind, 
     assert ("sharded" in prediction.note) == (kind == "sharded")
     if workers > 8:
         return
-    monkeypatch.setattr("hvdx.strategies.threshold.opening.probe", lambda channel: Link(latency, bandwidth))
+    monkeypatch.setattr("hvdx.strategies.threshold.routes.probe", lambda channel: Link(latency, bandwidth))
     specs = [TensorSpec("w", (5_000_000,), 4)]
     opened = on_all(workers, lambda comm: type(strategy.open(comm, specs).route).__name__)
     assert set(opened) == {"ShardedRoute" if kind == "sharded" else "AllGatherRoute"}
