@@ -95,7 +95,11 @@ class Received:
 
 
 class Channel(abc.ABC):
-    """Collective exchange of messages of different lengths. One thread at a time may use it."""
+    """Collective exchange of messages of different lengths. One thread at a time may use it.
+
+    `exchange` is the primitive. The other collectives are made of it here, and bring each rank also the data for
+    others; where ranks are processes, a channel overrides them.
+    """
 
     rank: int
     size: int
@@ -113,16 +117,17 @@ class Channel(abc.ABC):
             ExchangeError: if ranks do not join within the time limit; it names them.
         """
 
-    @abc.abstractmethod
     def all_reduce(self, vector: np.ndarray) -> None:
         """Sum a vector over the ranks, in place.
 
         Args:
-            vector: float32[n], n the same on all ranks; afterwards it holds the same bits on all ranks.
+            vector: float32[n] or float64[n], n the same on all ranks; afterwards it holds the same bits on all ranks.
 
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
+        received = self.exchange([], vector.view(np.uint8))
+        add_in_order([message.view(vector.dtype) for message in received.messages], vector)
 
     def sum_in_order(
         self,
@@ -150,7 +155,6 @@ class Channel(abc.ABC):
         add_in_order(list(self.scatter_pieces(vector, bounds)), mine, scale, cast)
         self.gather_pieces(mine, bounds, vector)
 
-    @abc.abstractmethod
     def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Send every rank its piece of this rank's vector (an all-to-all).
 
@@ -164,8 +168,11 @@ class Channel(abc.ABC):
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
+        ends = bounds * vector.itemsize
+        mine = int(ends[self.rank + 1] - ends[self.rank])
+        got = self.all_to_all(np.split(vector.view(np.uint8), ends[1:-1]), [mine] * self.size)
+        return np.stack(got).view(vector.dtype)
 
-    @abc.abstractmethod
     def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
         """Gather the pieces of all ranks into one vector (an all-gather).
 
@@ -177,6 +184,7 @@ class Channel(abc.ABC):
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
+        into[:] = np.concatenate(self.exchange([], piece.view(np.uint8)).messages).view(into.dtype)
 
     def share(self, elements: int) -> "list[np.ndarray] | None":
         """Allocate an array for each rank, which all ranks can read and write. Collective.
@@ -195,7 +203,6 @@ class Channel(abc.ABC):
         """
         return None
 
-    @abc.abstractmethod
     def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
         """Send each rank a few numbers of its own (an all-to-all of a fixed size).
 
@@ -208,8 +215,9 @@ class Channel(abc.ABC):
         Raises:
             ExchangeError: if ranks do not join within the time limit.
         """
+        got = self.all_to_all(list(numbers.view(np.uint8)), [numbers[0].nbytes] * self.size)
+        return np.stack(got).view(numbers.dtype)
 
-    @abc.abstractmethod
     def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         """Send each rank its part of this rank's data.
 
@@ -223,10 +231,13 @@ class Channel(abc.ABC):
         Raises:
             ExchangeError: if ranks do not join within the time limit, or if the parts are too large.
         """
+        received = self.exchange([part.size for part in parts], np.concatenate(parts))
+        ends = np.cumsum(received.headers, axis=1)[:, self.rank].tolist()
+        return [m[end - size : end] for m, end, size in zip(received.messages, ends, sizes, strict=True)]
 
-    @abc.abstractmethod
     def close(self) -> None:
-        """Free the channel. Collective."""
+        """Free the channel, if it holds anything. Collective."""
+        return
 
 
 def add_in_order(
@@ -540,9 +551,9 @@ class Comm(abc.ABC):
         """
         return any(self.all_gather_object(mine, "a flag"))
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Disconnect from the other ranks. Nothing may be sent afterwards."""
+        return
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,6 @@ class LocalComm(GraphComm):
             self._table = _Table(1)
         return VirtualMailbox(0, box, self._table, buffer_for)
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 def virtual_world(size: int, servers: int = 0, hosts: Sequence[str] | None = None) -> list[Comm]:
     """Return the communicators of virtual ranks in this process; each is to be used by its own thread.
@@ -162,9 +159,6 @@ class VirtualComm(Comm):
     def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
         return VirtualMailbox(self.rank, box, self._table, buffer_for)
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class VirtualChannel(Channel):
     """Channel between virtual ranks; see `virtual_world`.
@@ -182,31 +176,9 @@ class VirtualChannel(Channel):
         messages = [] if message is None else [m for _, m in everyone if m is not None]
         return Received(np.array([h for h, _ in everyone], np.int64), messages, 0.0, 0.0)
 
-    def all_reduce(self, vector: np.ndarray) -> None:
-        everyone = self._table.all_gather(self.rank, vector.copy())
-        vector[:] = everyone[0]
-        for other in everyone[1:]:
-            vector += other
-
-    def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        mine = slice(bounds[self.rank], bounds[self.rank + 1])
-        return np.stack([theirs[mine] for theirs in self._table.all_gather(self.rank, vector.copy())])
-
-    def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
-        into[:] = np.concatenate(self._table.all_gather(self.rank, piece.copy()))
-
     def share(self, elements: int) -> list[np.ndarray] | None:
         shared: list[np.ndarray] = self._table.all_gather(self.rank, np.zeros(elements, np.float32))
         return shared
-
-    def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
-        return np.stack([theirs[self.rank] for theirs in self._table.all_gather(self.rank, numbers.copy())])
-
-    def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
-        return [theirs[self.rank] for theirs in self._table.all_gather(self.rank, [part.copy() for part in parts])]
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class VirtualMailbox(Mailbox):

@@ -227,9 +227,6 @@ class EchoComm(Comm):
         """Raise ConfigError: a spare sends no messages to single ranks."""
         raise ConfigError.on_all_ranks(f"{VARIABLE}: a spare cannot wait in a strategy with messages to single ranks.")
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class EchoChannel(Channel):
     """Channel of a `EchoComm`.
@@ -255,18 +252,6 @@ class EchoChannel(Channel):
     def sum_in_order(self, vector: np.ndarray, scale: float = 1.0, cast: Cast = np.ndarray.astype) -> None:
         add_in_order([vector.copy()] * self.size, vector, scale, cast)
 
-    def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        return np.tile(vector[bounds[self.rank] : bounds[self.rank + 1]], (self.size, 1))
-
     def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
         for begin, end in itertools.pairwise(bounds):
             into[begin:end] = np.resize(piece, end - begin)
-
-    def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
-        return np.tile(numbers[self.rank], (self.size, 1))
-
-    def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
-        return [parts[self.rank]] * self.size
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -173,9 +173,6 @@ class SimulatedChannel(Channel):
             everyone, *_ = self._member.collective("all_to_all", value, rows, list)
             return self._group.parts_for(self.rank, everyone)
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class SimulatedComm(GraphComm):
     """Communicator of a simulated rank, on the host and for exchanges of the graph, whose tensors are NumPy arrays.
@@ -279,9 +276,6 @@ class SimulatedComm(GraphComm):
     def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
         """Raise ConfigError: messages without a collective have no virtual time."""
         raise _left_out("exchanges without a common step")
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def world(

@@ -20,14 +20,6 @@ class Slow(Channel):
         messages = [] if message is None else [message] * self.size
         return Received(headers, messages, 0.0, self.latency + bytes_in / self.bandwidth)
 
-    def all_reduce(self, vector):
-        raise NotImplementedError
-
-    scatter_pieces = gather_pieces = all_to_all = all_to_all_rows = all_reduce
-
-    def close(self):
-        pass
-
 
 @pytest.mark.parametrize("size", [2, 4, 32])
 @pytest.mark.parametrize("bandwidth", [1e6, 12.5e6, 125e6, 5e9])
