@@ -373,6 +373,18 @@ class Death:
     seconds: float
 
 
+def place_of(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int]:
+    """Return local rank and size, and cross rank and size, of a rank, from the names of the ranks' hosts.
+
+    Example:
+        >>> place_of(["a", "a", "b"], 2)
+        (0, 1, 1, 2)
+    """
+    numbers = [list(hosts[:other]).count(host) for other, host in enumerate(hosts)]
+    peers = [other for other, number in enumerate(numbers) if number == numbers[rank]]
+    return numbers[rank], list(hosts).count(hosts[rank]), peers.index(rank), len(peers)
+
+
 class Comm(abc.ABC):
     """Communicator of a group of ranks.
 

@@ -20,6 +20,7 @@ from hvdx.comm.base import (
     Reduction,
     T,
     Tensor,
+    place_of,
 )
 
 # Time limit of a virtual rank for the others.
@@ -120,19 +121,11 @@ class VirtualComm(Comm):
 
     def __init__(self, rank: int, size: int, table: _Table, servers: int = 0, hosts: Sequence[str] | None = None):
         self.rank, self.size = rank, size
-        self.local_rank, self.local_size, self.cross_rank, self.cross_size = rank, size, 0, 1
         self.servers, self.serves = servers, rank >= size
         self.hosts = ["here"] * size if hosts is None else list(hosts)
-        if hosts is not None and not self.serves:
-            self._find_place()
+        place = (rank, size, 0, 1) if self.serves else place_of(self.hosts, rank)
+        self.local_rank, self.local_size, self.cross_rank, self.cross_size = place
         self._table = table
-
-    def _find_place(self) -> None:
-        """Number the ranks of this host, and those with the same number on all hosts."""
-        numbers = [self.hosts[:rank].count(host) for rank, host in enumerate(self.hosts)]
-        self.local_rank, self.local_size = numbers[self.rank], self.hosts.count(self.hosts[self.rank])
-        peers = [rank for rank, number in enumerate(numbers) if number == self.local_rank]
-        self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
         return self._table.all_gather(self.rank, value)

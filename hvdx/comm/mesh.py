@@ -107,6 +107,16 @@ def arrange(hosts: Sequence[str], split: int | str) -> tuple[tuple[int, ...], ..
     return tuple(tuple(order[i : i + size]) for i in range(0, len(order), size))
 
 
+def divide_by_host(comm: Comm) -> tuple[Comm, Comm]:
+    """Return the communicators of this host, and of the hosts' ranks at this rank's place. Collective.
+
+    Each host needs as many ranks.
+    """
+    host = list(dict.fromkeys(comm.hosts)).index(comm.hosts[comm.rank])
+    place = list(comm.hosts[: comm.rank]).count(comm.hosts[comm.rank])
+    return comm.divide(host, place, "the ranks of a host"), comm.divide(place, host, "the hosts")
+
+
 def bounds_of(extent: int, parts: int) -> tuple[int, ...]:
     """Return the bounds of nearly equal parts: part i is [bounds[i], bounds[i + 1]).
 

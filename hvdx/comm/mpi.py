@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
 from hvdx.comm.alignment import aligned
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
+from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order, place_of
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_mailbox import MpiMailbox
 from hvdx.comm.sums import BlockSum
-from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
+from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until, wait_for_all
 from hvdx.errors import ExchangeError, LaunchError
 
 if TYPE_CHECKING:
@@ -209,10 +209,7 @@ class MpiComm(Comm):
         some._channel = MpiChannel(group, "a collective", alive=self._alive)
         some.rank, some.size = some._channel.rank, some._channel.size
         some._workers, some._flags, some.mailbox_group = some.size, None, None
-        mine = [rank for rank, host in enumerate(hosts) if host == hosts[some.rank]]
-        some.local_rank, some.local_size = mine.index(some.rank), len(mine)
-        peers = [rank for rank in range(some.size) if list(hosts[:rank]).count(hosts[rank]) == some.local_rank]
-        some.cross_rank, some.cross_size = peers.index(some.rank), len(peers)
+        some.local_rank, some.local_size, some.cross_rank, some.cross_size = place_of(hosts, some.rank)
         return some
 
     def divide(self, part: int, key: int, what: str) -> "MpiComm":
@@ -231,10 +228,7 @@ class MpiComm(Comm):
         if self.mailbox_group is None:
             group, request = self.group.Idup()
             self.mailbox_group = group
-            if not until(request.Test, time_limit()):
-                raise ExchangeError(
-                    f"opening a mailbox: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE})."
-                )
+            wait_for_all(request.Test, "opening a mailbox")
         return MpiMailbox(self.mailbox_group, box, buffer_for)
 
     def any_true(self, mine: bool) -> bool:
@@ -261,9 +255,7 @@ def _agree(everyone: "MPI.Comm", servers: int, split: int | str, stall: float) -
     """
     gathered = np.empty((everyone.Get_size(), 3), np.float64)
     mine = np.array([servers, stall, -1 if split == mesh.NODE else split], np.float64)
-    request = everyone.Iallgather(mine, gathered)
-    if not until(request.Test, time_limit()):
-        raise ExchangeError(f"joining the world: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
+    wait_for_all(everyone.Iallgather(mine, gathered).Test, "joining the world")
     first, *_ = numbers = gathered[:, 0].astype(int).tolist()
     for rank, others in enumerate(numbers):
         if others != first:
@@ -345,7 +337,6 @@ class MpiChannel(Channel):
             self._buffer = np.empty(size + size // 4, np.uint8)
 
     def all_reduce(self, vector: np.ndarray) -> None:
-        """Sum a vector of float32 or float64 over the ranks, in place."""
         self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, vector))
 
     def sum_in_order(

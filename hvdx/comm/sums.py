@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from hvdx.comm.base import Cast, Channel, Comm, add_in_order
+from hvdx.comm.mesh import divide_by_host
 
 # Elements that are summed at a time: few stay in the level-2 cache; a cast of TensorFlow takes 50 us whatever its size.
 _CHUNK, _CAST_CHUNK = 1 << 16, 1 << 20
@@ -297,10 +298,7 @@ def _channels(comm: Comm, everyone: Channel) -> tuple[Channel | None, Channel | 
         return None, None
     if len(hosts) == 1:
         return everyone, None
-    host = hosts.index(comm.hosts[comm.rank])
-    position = list(comm.hosts[: comm.rank]).count(hosts[host])
-    local = comm.divide(host, position, "the ranks of a host")
-    between = comm.divide(position, host, "the hosts")
+    local, between = divide_by_host(comm)
     return local.channel("the all-reduce within a host"), between.channel("the all-reduce between hosts")
 
 

@@ -26,8 +26,8 @@ import numpy as np
 
 from hvdx.comm import progress
 from hvdx.comm.progress import Report
-from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
-from hvdx.errors import ConfigError, ExchangeError
+from hvdx.comm.waiting import LIMIT_VARIABLE, until, wait_for_all
+from hvdx.errors import ConfigError
 from hvdx.log import ERROR, WARNING, Log
 
 _log = Log(__name__)
@@ -109,11 +109,11 @@ class Watchdog:
         self._mpi, self._limit = MPI, limit
         # The duplicate is never freed: a late message would be taken for one of the next communicator.
         self._comm, request = world.Idup()
-        _await(request)
+        wait_for_all(request.Test, "joining the world")
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
         hosts = np.zeros(self._size, f"S{_HOST_BYTES}")
         name = np.array([socket.gethostname().encode()], hosts.dtype)
-        _await(self._comm.Iallgather(name.view(np.uint8), hosts.view(np.uint8)))
+        wait_for_all(self._comm.Iallgather(name.view(np.uint8), hosts.view(np.uint8)).Test, "joining the world")
         self._hosts = [host.decode(errors="replace") for host in hosts]
         self._tick = min(max(limit / 10, _MIN_TICK), _TICK)
         self._due = limit
@@ -318,11 +318,6 @@ def print_end(said: str) -> None:
     """Log the reason for which this rank is about to end the job, and flush the script's output."""
     _log.urgent(ERROR, f"{said}; ending the job on all ranks")
     sys.stdout.flush()
-
-
-def _await(request: "MPI.Request") -> None:
-    if not until(request.Test, time_limit()):
-        raise ExchangeError(f"joining the world: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
 
 
 _running: list[Watchdog] = []

@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdx.comm import Channel, Comm
 from hvdx.comm.alignment import aligned
+from hvdx.comm.mesh import divide_by_host
 from hvdx.costs.link import probe
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError
@@ -264,16 +265,12 @@ class HostsExchange(HostExchange):
     """
 
     def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], open_messages: OpenMessages):
-        hosts = list(dict.fromkeys(comm.hosts))
-        members = [[rank for rank, name in enumerate(comm.hosts) if name == host] for host in hosts]
-        self._host = hosts.index(comm.hosts[comm.rank])
+        local, between = divide_by_host(comm)
         self._rank = comm.rank
-        self._position, self._count = members[self._host].index(comm.rank), len(members[self._host])
-        local = comm.divide(self._host, self._position, "the ranks of a host")
-        between = comm.divide(self._position, self._host, "the hosts")
+        self._position, self._count = local.rank, local.size
+        self._host, self._hosts = between.rank, between.size
         # Numbers in reports, of the ranks of this host.
         self._world_ranks = local.world_ranks
-        self._hosts = between.size
         self._channel = local.channel("the updates within a host")
 
         target = options.target_density
