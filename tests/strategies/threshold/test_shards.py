@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdx.strategies.threshold.dealing import Dealing
+from hvdx.strategies.threshold.shards import Dealing
 
 
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
