@@ -11,10 +11,10 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure, progress
-from hvdx.comm.alignment import is_aligned
 from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.buckets import BucketThread, fill
 from hvdx.comm.launcher import usable_cores
+from hvdx.comm.memory import is_aligned
 from hvdx.comm.sums import DenseSums
 from hvdx.comm.tensors import MismatchError, TensorComm
 from hvdx.errors import ConfigError, ExchangeError

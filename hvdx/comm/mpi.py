@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
-from hvdx.comm.alignment import aligned
+from hvdx.comm import launcher, memory, mesh, progress, watchdog
 from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order, place_of
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_mailbox import MpiMailbox
@@ -189,7 +188,7 @@ class MpiComm(Comm):
         for tensor in tensors:
             array = np.asarray(tensor, order="C")
             if self.rank != root:
-                array = aligned(array.size, array.dtype).reshape(array.shape)
+                array = memory.aligned(array.size, array.dtype).reshape(array.shape)
             channel.broadcast(array.reshape(-1).view(np.uint8), root)
             result.append(array)
         return result
@@ -372,7 +371,7 @@ class MpiChannel(Channel):
         self._wait(self._comm.Iallgatherv([piece.view(np.uint8), self._mpi.BYTE], received))
 
     def share(self, elements: int) -> list[np.ndarray] | None:
-        return shared_memory.share(self, elements, f"rank {self._ranks[self.rank]}")
+        return memory.share(self, elements, f"rank {self._ranks[self.rank]}")
 
     def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
         got = np.empty_like(numbers)

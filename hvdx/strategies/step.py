@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.comm.alignment import aligned
+from hvdx.comm.memory import aligned
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.log import Log

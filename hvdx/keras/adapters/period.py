@@ -14,8 +14,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import clock
-from hvdx.comm.alignment import aligned
 from hvdx.comm.host_graph import on_host
+from hvdx.comm.memory import aligned
 from hvdx.keras.adapters.host import alive, own_zeros
 from hvdx.keras.seams.layers import on_assign, raw_variable
 from hvdx.keras.types import Variable

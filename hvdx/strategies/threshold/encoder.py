@@ -10,8 +10,8 @@ import numpy as np
 from hvdx import codec as codecs
 from hvdx.codec.base import Array
 from hvdx.comm import Comm, progress
-from hvdx.comm.alignment import aligned
 from hvdx.comm.launcher import kernel_threads
+from hvdx.comm.memory import aligned
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError
 from hvdx.log import Log

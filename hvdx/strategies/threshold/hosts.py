@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from hvdx.comm import Channel, Comm
-from hvdx.comm.alignment import aligned
+from hvdx.comm.memory import aligned
 from hvdx.comm.mesh import divide_by_host
 from hvdx.costs.link import probe
 from hvdx.costs.types import Link

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from hvdx.comm import Comm, waiting
-from hvdx.comm.alignment import aligned
+from hvdx.comm.memory import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff
 from hvdx.costs.link import probe
 from hvdx.errors import ExchangeError, UpdateError, WireError

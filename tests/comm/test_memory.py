@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdx.comm import shared_memory
+from hvdx.comm import memory
 from tests.strategies.virtual import on_all
 
 
 @pytest.fixture(autouse=True)
 def _first_report(monkeypatch):
-    monkeypatch.setattr(shared_memory, "_reported", False)
+    monkeypatch.setattr(memory, "_reported", False)
 
 
 def share(comm):
     """Share an array of 10, 11, 12 ... elements; return the arrays and the channel."""
     channel = comm.channel("a test")
-    return shared_memory.share(channel, 10 + comm.rank, f"rank {comm.rank}"), channel
+    return memory.share(channel, 10 + comm.rank, f"rank {comm.rank}"), channel
 
 
 def test_all_ranks_see_what_one_writes():
@@ -41,7 +41,7 @@ def test_all_ranks_see_what_one_writes():
 
 def test_array_may_be_empty():
     def run(comm):
-        return [a.size for a in shared_memory.share(comm.channel("a test"), 5 * comm.rank, "rank")]
+        return [a.size for a in memory.share(comm.channel("a test"), 5 * comm.rank, "rank")]
 
     assert on_all(2, run) == [[0, 5]] * 2
 
@@ -55,7 +55,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank_without_memory_is_reported_once_and_all_do_without(fault, monkeypatch):
     name, fails, text = FAULTS[fault]
-    right = getattr(shared_memory, name)
+    right = getattr(memory, name)
 
     def wrong(*args):
         if fails(args):
@@ -63,8 +63,8 @@ def test_one_rank_without_memory_is_reported_once_and_all_do_without(fault, monk
         return right(*args)
 
     printed = []
-    monkeypatch.setattr(shared_memory, name, wrong)
-    monkeypatch.setattr(shared_memory, "_report", printed.append)
+    monkeypatch.setattr(memory, name, wrong)
+    monkeypatch.setattr(memory, "_report", printed.append)
     assert [arrays for arrays, _ in on_all(3, share)] == [None] * 3
     (line,) = printed
     assert line.startswith(f"{text}: not permitted.")
@@ -73,7 +73,7 @@ def test_one_rank_without_memory_is_reported_once_and_all_do_without(fault, monk
 
 def test_report_is_printed_once(capfd):
     for text in ("one", "two"):
-        shared_memory._report(text)
+        memory._report(text)
     assert capfd.readouterr().err == "hvdx: one\n"
 
 
@@ -81,23 +81,23 @@ def test_report_is_printed_once(capfd):
     ("error", "remedy"), [(OSError(24, "x"), "ulimit -n"), (OSError(12, "x"), "ulimit -v"), (ValueError("x"), "")]
 )
 def test_remedy_for_a_limit(error, remedy):
-    assert remedy in shared_memory._remedy(error)
-    assert bool(remedy) == bool(shared_memory._remedy(error))
+    assert remedy in memory._remedy(error)
+    assert bool(remedy) == bool(memory._remedy(error))
 
 
 def test_python_without_memfd_create(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    (array,) = on_all(1, lambda comm: shared_memory.share(comm.channel("a test"), 3, "rank"))[0]
+    (array,) = on_all(1, lambda comm: memory.share(comm.channel("a test"), 3, "rank"))[0]
     assert array.tolist() == [0, 0, 0]
 
 
 def test_memory_of_another_job_is_refused():
-    file = shared_memory._make(3, 77)
-    array = shared_memory._opened(os.getpid(), file, 3, 77)
+    file = memory._make(3, 77)
+    array = memory._opened(os.getpid(), file, 3, 77)
     assert array.dtype == np.float32
     for args in ((3, 78), (100, 77)):
         with pytest.raises(ValueError, match="another"):
-            shared_memory._opened(os.getpid(), file, *args)
+            memory._opened(os.getpid(), file, *args)
     os.close(file)
     with open(os.devnull) as other, pytest.raises(ValueError, match="another file"):
-        shared_memory._opened(os.getpid(), other.fileno(), 3, 77)
+        memory._opened(os.getpid(), other.fileno(), 3, 77)

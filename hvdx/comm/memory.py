@@ -1,11 +1,11 @@
-"""Arrays in memory that the ranks of one host share.
+"""Memory for arrays: such that TensorFlow takes them without a copy, and such that the ranks of one host share them.
 
-Each rank makes a file of Linux that has no name (`memfd_create`), and the other ranks open it through `/proc`. In
-contrast to a window of MPI (`MPI.Win.Allocate_shared`) the memory does not come from `/dev/shm`, which containers
-limit; a rank whose system refuses it tells the others, where MPI's call may wait for ever; and every wait has a time
-limit. Each rank reserves the pages of its own array, so they lie near its cores, and no later write finds too little
-memory, except that a limit of the container ends the process. The kernel frees the memory when the last process that
-uses it ends, however it ends.
+To share, each rank makes a file of Linux that has no name (`memfd_create`), and the other ranks open it through
+`/proc`. In contrast to a window of MPI (`MPI.Win.Allocate_shared`) the memory does not come from `/dev/shm`, which
+containers limit; a rank whose system refuses it tells the others, where MPI's call may wait for ever; and every wait
+has a time limit. Each rank reserves the pages of its own array, so they lie near its cores, and no later write finds
+too little memory, except that a limit of the container ends the process. The kernel frees the memory when the last
+process that uses it ends, however it ends.
 """
 
 import ctypes
@@ -16,12 +16,16 @@ import secrets
 import sys
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from hvdx.comm.base import Channel
 from hvdx.log import Log
 
 _log = Log(__name__)
 
+# TensorFlow requires this of a tensor's address on the CPU (Eigen's EIGEN_MAX_ALIGN_BYTES). NumPy's own arrays begin 16
+# bytes after such an address, if they are large.
+_ALIGNED = 64
 _NAME = "hvdx-updates"
 # Bytes behind the elements of an array, which hold a number by which other ranks recognise it.
 _MARK = 64
@@ -30,6 +34,28 @@ _UNTRACKED: dict[str, bool] = {"trackfd": False} if sys.version_info >= (3, 13) 
 _CONTAINER = " Start the ranks of a host in one container, as one user."
 # Reports of this process: each exchange asks for memory, and only the first failure is reported.
 _reported = False
+
+
+def aligned(elements: int, dtype: DTypeLike = np.float32) -> np.ndarray:
+    """Return an uninitialised array whose address is a multiple of 64.
+
+    Args:
+        elements: number of elements.
+        dtype: type of an element.
+
+    Example:
+        >>> is_aligned(aligned(100_000))
+        True
+    """
+    size = elements * np.dtype(dtype).itemsize
+    space = np.empty(size + _ALIGNED, np.uint8)
+    begin = -space.ctypes.data % _ALIGNED
+    return space[begin : begin + size].view(dtype)
+
+
+def is_aligned(array: np.ndarray) -> bool:
+    """Return whether TensorFlow takes an array without a copy."""
+    return array.ctypes.data % _ALIGNED == 0
 
 
 def share(channel: Channel, elements: int, who: str) -> list[np.ndarray] | None:
