@@ -6,9 +6,10 @@ from typing import cast
 
 import numpy as np
 
-from hvdx.codec import frame, varint
+from hvdx.codec import frame
 from hvdx.codec.base import Array, Codec, EmptyState
 from hvdx.errors import UpdateError, WireError
+from hvdx.kernels import varint
 from hvdx.kernels.arrays import Float32Array
 from hvdx.kernels.pieces import check_arrays
 

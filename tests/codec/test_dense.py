@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from hvdx.codec import Bfloat16, Float16, Raw, frame, varint
+from hvdx.codec import Bfloat16, Float16, Raw, frame
 from hvdx.errors import UpdateError, WireError
+from hvdx.kernels import varint
 from tests.kernels.strategies import fixed
 
 CODECS = [Raw(), Float16(), Bfloat16()]

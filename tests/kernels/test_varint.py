@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdx.codec import varint
-from hvdx.kernels import reference
+from hvdx.kernels import reference, varint
 from hvdx.kernels.tiles import Malformed
 from tests.kernels.strategies import fixed
 
