@@ -338,8 +338,9 @@ class HostsExchange(HostExchange):
         begin = now()
         self._sums.publish(tensors)
         seconds = now() - begin
-        mine = np.concatenate([np.ravel(s) for s in step_input.sample]) if step_input.sample else None
-        arrived = self._channel.exchange([int(not step_input.finite), *words_of(mine, np.float32)])
+        samples = step_input.sample
+        words = words_of(np.concatenate([np.ravel(s) for s in samples]), np.float32) if samples else []
+        arrived = self._channel.exchange([int(not step_input.finite), *words])
         self.telemetry.waiting += arrived.waited
         sample = _common(step_input.sample, arrived.headers[:, 1:])
         begin = now()

@@ -115,15 +115,13 @@ class SummedSample:
         estimate.observe_sums(self.total, self.squares, self.ranks)
 
 
-def words_of(sample: np.ndarray | None, dtype: type[np.floating] = np.float16) -> list[int]:
+def words_of(sample: np.ndarray, dtype: type[np.floating] = np.float16) -> list[int]:
     """Return a sample as numbers of a narrower type, four or two of them in an integer of a header.
 
     Args:
-        sample: float[n]; None for none.
+        sample: float[n].
         dtype: float16 or float32.
     """
-    if sample is None:
-        return []
     each = 8 // np.dtype(dtype).itemsize
     words = np.zeros(-(-sample.size // each) * each, dtype)
     # An element that the type cannot hold becomes infinity, and the estimate leaves the sample out.

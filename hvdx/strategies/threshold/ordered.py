@@ -246,12 +246,11 @@ class OrderedExchange(HostExchange):
         count_entries(self.telemetry, encoded, self._n)
         size = self._comm.size
         samples = step_input.sample if size > 1 else None
-        flat = np.concatenate([np.ravel(s) for s in samples]) if samples else None
-        sample = np.array(words_of(flat), np.int64).view(np.uint8)
+        words = words_of(np.concatenate([np.ravel(s) for s in samples])) if samples else []
+        sample = np.array(words, np.int64).view(np.uint8)
         factor = np.float64(1.0 / size * self.encoder.correction(size))
         # A copy: the codec may use the memory of the message again, before the message has left.
-        words = [sample.size, int(factor.view(np.int64))]
-        return Payload(words, np.concatenate([sample, encoded.message]))
+        return Payload([sample.size, int(factor.view(np.int64))], np.concatenate([sample, encoded.message]))
 
     def _skip(self, reason: str) -> None:
         rank = self._comm.rank

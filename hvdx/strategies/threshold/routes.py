@@ -80,7 +80,8 @@ class AllGatherRoute(Route):
         encoded = outgoing.encoded
         assert encoded is not None
         message = encoded.message
-        header = [outgoing.status, *outgoing.times, *words_of(outgoing.sample)]
+        sample = [] if outgoing.sample is None else words_of(outgoing.sample)
+        header = [outgoing.status, *outgoing.times, *sample]
         received = self._channel.exchange(header, message)
         others, size = self._channel.size - 1, 8 * (len(header) + 1)
         more = np.ascontiguousarray(received.headers[:, _HEADER:])
