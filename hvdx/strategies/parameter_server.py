@@ -28,7 +28,7 @@ from hvdx.strategies.serving.client import Call, StepClient, client_of
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import SERVER_BOX, MessageType, SessionConfig
 from hvdx.strategies.serving.server import RequestHandler, serve
-from hvdx.strategies.serving.updates import density_of, is_finite, joined_residual, make_codec
+from hvdx.strategies.serving.update_codecs import density_of, is_finite, joined_residual, make_codec
 from hvdx.strategies.serving.worker_sessions import HEADER_BYTES, shards_of_server
 from hvdx.strategies.split import SplitHostExchange, SplitStep, Subset
 

@@ -1,6 +1,6 @@
 """Tests that docs/wire-format.md, the decoder that was written from it, and hvdx agree about every message."""
 
-# Tests: hvdx/codec/dense.py, hvdx/codec/threshold.py, hvdx/codec/frame.py, kernels/varint.py
+# Tests: hvdx/codec/floats.py, hvdx/codec/threshold.py, hvdx/codec/frame.py, kernels/varint.py
 
 import math
 import re

@@ -1,7 +1,7 @@
 """Predictions of strategies: terms by hand-counted examples, and bytes as the exchanges count them."""
 
 # Tests: hvdx/strategies/all_reduce.py, hvdx/strategies/parameter_averaging.py, hvdx/strategies/parameter_server.py
-# Tests: hvdx/strategies/parameter_server.py, hvdx/strategies/threshold/costs.py
+# Tests: hvdx/strategies/parameter_server.py, hvdx/strategies/threshold/prediction.py
 
 import dataclasses
 import itertools

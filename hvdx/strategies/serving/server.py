@@ -17,7 +17,7 @@ from hvdx.comm.waiting import time_limit
 from hvdx.errors import HvdxError, WireError
 from hvdx.strategies.serving.messages import WORKER_BOX, MessageType, SessionConfig
 from hvdx.strategies.serving.shard import Addend, Release, Shard
-from hvdx.strategies.serving.updates import decoder
+from hvdx.strategies.serving.update_codecs import decoder
 from hvdx.strategies.sessions import Polling
 
 

@@ -20,7 +20,7 @@ from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import Encoded, StepInput
 from hvdx.strategies.step import DeviceArrays, Encoder
 from hvdx.strategies.threshold.density import INITIAL_DENSITY, MAX_PERIOD, STARVED, DensityControl
-from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample
+from hvdx.strategies.threshold.gradient_noise import GatheredSample, NoiseEstimate, SummedSample
 from hvdx.strategies.threshold.options import START, Options
 
 _log = Log(__name__)

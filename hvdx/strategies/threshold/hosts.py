@@ -20,7 +20,7 @@ from hvdx.strategies.compiling import prepare_together
 from hvdx.strategies.host import ELSEWHERE, NOT_FINITE, HostExchange, Outgoing, StepInput
 from hvdx.strategies.step import MessageExchange, saved_step
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
-from hvdx.strategies.threshold.noise import common_sample, words_of
+from hvdx.strategies.threshold.gradient_noise import common_sample, words_of
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.shards import Dealing
 from hvdx.strategies.threshold.states import OWNER, scaled, whole_residual

@@ -17,7 +17,7 @@ from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
-from hvdx.strategies.threshold.noise import words_of
+from hvdx.strategies.threshold.gradient_noise import words_of
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.replica import SEQUENCER, Replica
 from hvdx.strategies.threshold.session_mailbox import HEADER_BYTES, Payload, Session, session_mailbox_of

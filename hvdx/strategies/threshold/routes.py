@@ -21,10 +21,10 @@ from hvdx.log import Log
 from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.host import NOT_FINITE, HostExchange, Outgoing
 from hvdx.strategies.step import Arrived, MessageExchange, Route
-from hvdx.strategies.threshold import costs
+from hvdx.strategies.threshold import prediction
 from hvdx.strategies.threshold.encoder import Lookahead, ThresholdEncoder
+from hvdx.strategies.threshold.gradient_noise import GatheredSample, SummedSample, sums_of, words_of
 from hvdx.strategies.threshold.hosts import HostsExchange
-from hvdx.strategies.threshold.noise import GatheredSample, SummedSample, sums_of, words_of
 from hvdx.strategies.threshold.options import Options
 from hvdx.strategies.threshold.ordered import OrderedExchange
 from hvdx.strategies.threshold.shards import OWNER_DENSITY, Shards, owner_density
@@ -455,9 +455,9 @@ def choose_route(
     # Hosts may differ: some have no GPU.
     if set(comm.all_gather_object(device, "the devices of updates")) != {"cpu"}:
         return "all_gather", network
-    if network is None and costs.follows_link(options, comm.size):
+    if network is None and prediction.follows_link(options, comm.size):
         channel = comm.channel("the link")
         network = probe(channel)
         channel.close()
     situation = Situation(comm.size, (elements,), 0.0, network or Link(0.0, 1.0))
-    return costs.kind_for(options, situation), network
+    return prediction.kind_for(options, situation), network

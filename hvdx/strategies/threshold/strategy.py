@@ -29,7 +29,7 @@ from hvdx.strategies.base import (
 )
 from hvdx.strategies.host import HostExchange
 from hvdx.strategies.serving.client import StepClient
-from hvdx.strategies.threshold import costs, states
+from hvdx.strategies.threshold import prediction, states
 from hvdx.strategies.threshold.options import Options, parse_warmup
 
 _log = Log(__name__)
@@ -301,7 +301,7 @@ class Threshold(Strategy):
 
     def predict(self, situation: Situation) -> Prediction | None:
         """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
-        return costs.predict(self.options, situation)
+        return prediction.predict(self.options, situation)
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""

@@ -1,4 +1,4 @@
-"""Registry of codecs by name, including those of other packages."""
+"""Catalogue of codecs by name, including those of other packages."""
 
 import difflib
 import inspect
@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from hvdx.codec.base import Codec, State
-from hvdx.codec.dense import Bfloat16, Float16, Raw
+from hvdx.codec.floats import Bfloat16, Float16, Raw
 from hvdx.codec.threshold import Threshold
 from hvdx.errors import ConfigError
 

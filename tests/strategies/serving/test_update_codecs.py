@@ -5,7 +5,7 @@ import pytest
 
 from hvdx.errors import ConfigError, WireError
 from hvdx.strategies.serving.messages import SessionConfig
-from hvdx.strategies.serving.updates import decoder, is_finite, make_codec
+from hvdx.strategies.serving.update_codecs import decoder, is_finite, make_codec
 
 CODECS = ["fp16", "bf16", "threshold:0.4"]
 

@@ -5,7 +5,7 @@ import pytest
 
 import hvdx
 from hvdx.strategies import StepInput, TensorSpec
-from hvdx.strategies.threshold.noise import NoiseEstimate, common_sample
+from hvdx.strategies.threshold.gradient_noise import NoiseEstimate, common_sample
 from tests.strategies.virtual import on_all
 
 N = 4

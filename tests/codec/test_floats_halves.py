@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdx.codec.dense import to_float16, to_float32
+from hvdx.codec.floats import to_float16, to_float32
 
 
 def bits(values):
