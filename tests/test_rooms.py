@@ -103,7 +103,7 @@ def test_table_can_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     cases = {
         "kernels": "from hvdx.errors import HvdxError",
-        "costs": "from hvdx.strategies.base import Strategy",
+        "costs": "from hvdx.strategies.contract import Strategy",
         "strategies": "import keras",
         "keras": "from hvdx.codec import make",
         "comm": "import mpi4py\nfrom horovod import tensorflow",
@@ -203,8 +203,8 @@ def reached(graph, module):
 
 def test_contract_of_a_strategy_needs_nothing_that_measures():
     files = {name_of(path): path for _, path in sources()}
-    found = reached(graph_of(files.values()), "hvdx.strategies.base")
-    assert {"hvdx.comm.base", "hvdx.costs.types"} <= found
+    found = reached(graph_of(files.values()), "hvdx.strategies.contract")
+    assert {"hvdx.comm.interfaces", "hvdx.costs.types"} <= found
     assert not found & {"hvdx.costs.measure", "hvdx.costs.link"}
     assert [m for m in sorted(found) if {"socket", "mpi4py"} & {name for name, *_ in imports(files[m])}] == []
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure, progress
-from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.buckets import BucketThread, fill
+from hvdx.comm.interfaces import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.launcher import usable_cores
 from hvdx.comm.memory import is_aligned
 from hvdx.comm.sums import DenseSums

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from hvdx.comm.base import (
+from hvdx.comm.interfaces import (
     HEADER_WORDS,
     BufferFor,
     Channel,
@@ -181,7 +181,7 @@ class VirtualMailbox(Mailbox):
         rank: rank of the owner.
         box: number of the box.
         table: memory that all virtual ranks share.
-        buffer_for: see `hvdx.comm.base.BufferFor`.
+        buffer_for: see `hvdx.comm.interfaces.BufferFor`.
     """
 
     receiving = False

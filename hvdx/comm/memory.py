@@ -18,7 +18,7 @@ import sys
 import numpy as np
 from numpy.typing import DTypeLike
 
-from hvdx.comm.base import Channel
+from hvdx.comm.interfaces import Channel
 from hvdx.log import Log
 
 _log = Log(__name__)

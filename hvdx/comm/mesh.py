@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hvdx.comm.base import Comm, Mesh
+from hvdx.comm.interfaces import Comm, Mesh
 from hvdx.errors import ConfigError
 
 #: Environment variable that sets the number of ranks that split a layer.

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import launcher, memory, mesh, progress, watchdog
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order, place_of
+from hvdx.comm.interfaces import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order, place_of
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi_mailbox import MpiMailbox
 from hvdx.comm.sums import BlockSum

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import waiting
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
+from hvdx.comm.interfaces import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
 from hvdx.comm.launcher import SPARES as VARIABLE
 from hvdx.comm.mpi import MpiComm
 from hvdx.comm.waiting import until

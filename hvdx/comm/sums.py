@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hvdx.comm.base import Cast, Channel, Comm, add_in_order
+from hvdx.comm.interfaces import Cast, Channel, Comm, add_in_order
 from hvdx.comm.mesh import divide_by_host
 
 # Elements that are summed at a time: few stay in the level-2 cache; a cast of TensorFlow takes 50 us whatever its size.

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import failure, launcher, spares, supervision, waiting
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received, of_comm
+from hvdx.comm.interfaces import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received, of_comm
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi import MpiComm
 from hvdx.comm.mpi_mailbox import Mortals, MpiMailbox

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from hvdx.comm.base import Engine
 from hvdx.comm.buckets import fill
+from hvdx.comm.interfaces import Engine
 from hvdx.comm.sums import BLOCK_BYTES, staging_bytes
 from hvdx.comm.waiting import overshoot
 from hvdx.costs.types import TERMS, Layer, Link, Machine, Prediction

@@ -36,7 +36,7 @@ from hvdx.keras.types import Logs
 from hvdx.log import Log
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
-from hvdx.strategies.base import refuse_unless_it_survives
+from hvdx.strategies.contract import refuse_unless_it_survives
 from hvdx.strategies.telemetry import Telemetry
 
 _log = Log(__name__)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdx.comm import clock
-from hvdx.comm.base import BufferFor, Channel, GraphComm, Mailbox, Received, Reduction
+from hvdx.comm.interfaces import BufferFor, Channel, GraphComm, Mailbox, Received, Reduction
 from hvdx.costs.model import Situation
 from hvdx.errors import ConfigError
 from hvdx.simulation.clock import RankClock, Turn

@@ -2,8 +2,8 @@
 
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
-from hvdx.strategies.base import Exchange, StepClient, Strategy, TensorSpec, agree_on_strategy, views
-from hvdx.strategies.host import Encoded, HostExchange, Outgoing, StepInput
+from hvdx.strategies.contract import Exchange, StepClient, Strategy, TensorSpec, agree_on_strategy, views
+from hvdx.strategies.host_exchange import Encoded, HostExchange, Outgoing, StepInput
 from hvdx.strategies.parameter_averaging import ParameterAveraging
 from hvdx.strategies.parameter_server import ParameterServer
 from hvdx.strategies.registry import join, leave, names, options, parse, resolve

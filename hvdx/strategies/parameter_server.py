@@ -16,14 +16,14 @@ from hvdx.costs.model import Situation
 from hvdx.costs.sizes import message_bytes
 from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import (
+from hvdx.strategies.contract import (
     Strategy,
     TensorSpec,
     agree_on_strategy,
     agree_on_tensors,
     one_of,
 )
-from hvdx.strategies.host import HostExchange, StepInput
+from hvdx.strategies.host_exchange import HostExchange, StepInput
 from hvdx.strategies.serving.client import Call, StepClient, client_of
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import SERVER_BOX, MessageType, SessionConfig

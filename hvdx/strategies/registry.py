@@ -17,7 +17,7 @@ from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
-from hvdx.strategies.base import Strategy
+from hvdx.strategies.contract import Strategy
 from hvdx.strategies.parameter_averaging import ParameterAveraging
 from hvdx.strategies.parameter_server import ParameterServer
 from hvdx.strategies.serving.client import client_of, close_all

@@ -18,8 +18,8 @@ from hvdx.comm.memory import aligned
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.log import Log
-from hvdx.strategies.base import TensorSpec, views
-from hvdx.strategies.host import (
+from hvdx.strategies.contract import TensorSpec, views
+from hvdx.strategies.host_exchange import (
     ELSEWHERE,
     FINE,
     MAX_SKIPPED_STEPS,

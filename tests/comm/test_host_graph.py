@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from hvdx.comm import host_graph
-from hvdx.comm.base import Reduction
 from hvdx.comm.host_graph import HostGraphComm, change, on_host
+from hvdx.comm.interfaces import Reduction
 from hvdx.comm.local import virtual_world
 from hvdx.comm.memory import aligned
 from hvdx.comm.tensors import MismatchError

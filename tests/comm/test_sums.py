@@ -12,7 +12,7 @@ import pytest
 from hvdx.comm import sums as sums_module
 from hvdx.comm.local import VirtualChannel
 from hvdx.comm.sums import BlockSum, DenseSums
-from tests.comm.test_base import in_rank_order, vector
+from tests.comm.test_interfaces import in_rank_order, vector
 from tests.strategies.virtual import on_hosts
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]

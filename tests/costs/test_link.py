@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hvdx.comm.base import Channel, Received
+from hvdx.comm.interfaces import Channel, Received
 from hvdx.costs.link import probe
 
 

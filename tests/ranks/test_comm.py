@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm import Channel
-from hvdx.comm.base import Reduction
 from hvdx.comm.host_graph import HostGraphComm
+from hvdx.comm.interfaces import Reduction
 from hvdx.log import Log
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS, MAILBOX_CHECKS
 

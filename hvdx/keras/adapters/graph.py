@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdx.comm import GraphComm
-from hvdx.comm.base import Reduction
+from hvdx.comm.interfaces import Reduction
 from hvdx.keras.adapters.base import Adapter, refuse_local_skip, scaled, values_of, with_values
 from hvdx.keras.adapters.first_bad import FirstBad
 from hvdx.keras.adapters.local_variables import LocalVariables

@@ -14,7 +14,7 @@ from hvdx.keras.fit.batches import Plan
 from hvdx.keras.seams.losses import is_builtin, weights_of
 from hvdx.keras.seams.replacing import Method
 from hvdx.strategies import Strategy
-from hvdx.strategies.base import EACH_STEP
+from hvdx.strategies.contract import EACH_STEP
 
 
 class Losses:

@@ -15,9 +15,9 @@ from hvdx.costs.link import probe
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError
 from hvdx.log import Log
-from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.host import ELSEWHERE, NOT_FINITE, HostExchange, Outgoing, StepInput
+from hvdx.strategies.contract import TensorSpec, views
+from hvdx.strategies.host_exchange import ELSEWHERE, NOT_FINITE, HostExchange, Outgoing, StepInput
 from hvdx.strategies.step import MessageExchange, saved_step
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
 from hvdx.strategies.threshold.gradient_noise import common_sample, words_of

@@ -12,8 +12,8 @@ from hvdx.comm.memory import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff
 from hvdx.costs.link import probe
 from hvdx.errors import ExchangeError, UpdateError, WireError
-from hvdx.strategies.base import TensorSpec, refuse_several, views
-from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
+from hvdx.strategies.contract import TensorSpec, refuse_several, views
+from hvdx.strategies.host_exchange import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
 from hvdx.strategies.threshold.encoder import ThresholdEncoder

@@ -18,8 +18,8 @@ from hvdx.costs.model import Situation
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.log import Log
-from hvdx.strategies.base import TensorSpec
-from hvdx.strategies.host import NOT_FINITE, HostExchange, Outgoing
+from hvdx.strategies.contract import TensorSpec
+from hvdx.strategies.host_exchange import NOT_FINITE, HostExchange, Outgoing
 from hvdx.strategies.step import Arrived, MessageExchange, Route
 from hvdx.strategies.threshold import prediction
 from hvdx.strategies.threshold.encoder import Lookahead, ThresholdEncoder

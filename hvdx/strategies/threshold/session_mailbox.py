@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdx.comm import Comm, Message
-from hvdx.comm.base import HEADER_WORDS
+from hvdx.comm.interfaces import HEADER_WORDS
 from hvdx.comm.waiting import until
 from hvdx.strategies.sessions import PerComm, Polling, Series
 from hvdx.strategies.threshold.replica import Kind, Packet, Replica

@@ -18,7 +18,7 @@ from hvdx.costs.model import Situation
 from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
 from hvdx.log import Log
-from hvdx.strategies.base import (
+from hvdx.strategies.contract import (
     SecondMoments,
     Strategy,
     TensorSpec,
@@ -27,7 +27,7 @@ from hvdx.strategies.base import (
     one_of,
     refuse_unless_it_survives,
 )
-from hvdx.strategies.host import HostExchange
+from hvdx.strategies.host_exchange import HostExchange
 from hvdx.strategies.serving.client import StepClient
 from hvdx.strategies.threshold import prediction, states
 from hvdx.strategies.threshold.options import Options, parse_warmup

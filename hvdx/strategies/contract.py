@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from hvdx.comm.base import Comm, DType, Engine, Tensor
+from hvdx.comm.interfaces import Comm, DType, Engine, Tensor
 from hvdx.errors import ConfigError, ReplicaError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import pytest
 
 from hvdx.errors import HvdxError
 from hvdx.strategies import StepInput, TensorSpec
-from hvdx.strategies.host import ELSEWHERE, FINE, MAX_SKIPPED_STEPS, NOT_FINITE, HostExchange, Outgoing
+from hvdx.strategies.host_exchange import ELSEWHERE, FINE, MAX_SKIPPED_STEPS, NOT_FINITE, HostExchange, Outgoing
 from hvdx.strategies.telemetry import Telemetry
 
 SPECS = [TensorSpec("a", (2,), 4), TensorSpec("b", (), 4)]

@@ -10,7 +10,7 @@ from hvdx.comm import clock
 from hvdx.costs.types import Link
 from hvdx.errors import HvdxError
 from hvdx.log import Log
-from hvdx.strategies.base import Exchange, TensorSpec
+from hvdx.strategies.contract import Exchange, TensorSpec
 from hvdx.strategies.telemetry import Telemetry
 
 if TYPE_CHECKING:
