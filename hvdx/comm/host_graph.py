@@ -475,11 +475,7 @@ def _shares_memory() -> bool:
 
 
 def wait_for(tensors: Sequence[tf.Tensor]) -> None:
-    """Let later calls of `on_host` begin after some tensors have been computed.
-
-    Args:
-        tensors: tensors of the graph.
-    """
+    """Let later calls of `on_host` begin after some tensors have been computed."""
     with tf.device("CPU:0"), tf.control_dependencies(tensors):
         _sequence().assign_add(1)
 

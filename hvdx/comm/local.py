@@ -110,14 +110,7 @@ class _Table:
 
 
 class VirtualComm(Comm):
-    """Communicator of one virtual rank; see `virtual_world`.
-
-    Args:
-        rank, size: rank, and number of workers.
-        table: memory that all virtual ranks share.
-        servers: number of server ranks.
-        hosts: name of the host of each worker; None if all are on one.
-    """
+    """Communicator of one virtual rank; see `virtual_world`."""
 
     def __init__(self, rank: int, size: int, table: _Table, servers: int = 0, hosts: Sequence[str] | None = None):
         self.rank, self.size = rank, size
@@ -154,12 +147,7 @@ class VirtualComm(Comm):
 
 
 class VirtualChannel(Channel):
-    """Channel between virtual ranks; see `virtual_world`.
-
-    Args:
-        rank, size: rank, and number of ranks.
-        table: memory that all virtual ranks share.
-    """
+    """Channel between virtual ranks; see `virtual_world`."""
 
     def __init__(self, rank: int, size: int, table: _Table):
         self.rank, self.size, self._table = rank, size, table
@@ -175,14 +163,7 @@ class VirtualChannel(Channel):
 
 
 class VirtualMailbox(Mailbox):
-    """Mailbox between virtual ranks; see `virtual_world`. Bodies are copied when they are sent.
-
-    Args:
-        rank: rank of the owner.
-        box: number of the box.
-        table: memory that all virtual ranks share.
-        buffer_for: see `hvdx.comm.interfaces.BufferFor`.
-    """
+    """Mailbox between virtual ranks; see `virtual_world`. Bodies are copied when they are sent."""
 
     receiving = False
 

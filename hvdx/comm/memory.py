@@ -39,10 +39,6 @@ _reported = False
 def aligned(elements: int, dtype: DTypeLike = np.float32) -> np.ndarray:
     """Return an uninitialised array whose address is a multiple of 64.
 
-    Args:
-        elements: number of elements.
-        dtype: type of an element.
-
     Example:
         >>> is_aligned(aligned(100_000))
         True

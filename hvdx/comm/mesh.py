@@ -14,9 +14,6 @@ NODE = "node"
 def mesh_of(comm: Comm) -> Mesh:
     """Return the mesh of ranks that split layers.
 
-    Args:
-        comm: all ranks.
-
     Raises:
         ConfigError: if they split none.
     """

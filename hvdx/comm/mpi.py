@@ -197,12 +197,7 @@ class MpiComm(Comm):
         return MpiChannel(self.group, what, self.parent_ranks, self._alive)
 
     def of_survivors(self, group: "MPI.Comm", hosts: Sequence[str]) -> "MpiComm":
-        """Return a communicator of the ranks that are left. Collective over them.
-
-        Args:
-            group: communicator of MPI for these ranks.
-            hosts: name of each rank's host.
-        """
+        """Return a communicator of the ranks that are left. Collective over them."""
         some = copy.copy(self)
         some.group, some.hosts = group, hosts
         some._channel = MpiChannel(group, "a collective", alive=self._alive)

@@ -29,9 +29,6 @@ _READY_TAG, _END_TAG = 11, 12
 def wanted(processes: int) -> int:
     """Return the number of spares that `HVDX_SPARES` asks for.
 
-    Args:
-        processes: number of processes of the job.
-
     Raises:
         ConfigError: if it is not a number that leaves two ranks, one of which may die.
     """
@@ -62,10 +59,6 @@ class Group:
 
 class Spares:
     """The ranks and the spares of a job that live, on a communicator of their own. Creating it is collective.
-
-    Args:
-        everyone: communicator of all processes.
-        count: number of spares.
 
     Attributes:
         world: `MPI.Comm` of those that live.
@@ -126,11 +119,7 @@ class Spares:
     # -- on a spare ---------------------------------------------------------------------------------------------------
 
     def wait(self, place: int) -> bool:
-        """Wait until ranks need spares; return False if all ranks have ended.
-
-        Args:
-            place: number of the place where this spare waits.
-        """
+        """Wait until ranks need spares; return False if all ranks have ended."""
         self._send(_READY_TAG, place, to_ranks=True)
         gone: set[int] = set()
 
@@ -193,10 +182,6 @@ class EchoComm(Comm):
 
     So the spare computes what a rank of the same script does, and exchanges nothing.
 
-    Args:
-        rank, size: rank of the spare, and number of ranks.
-        host: name of its host.
-
     Example:
         >>> EchoComm(2, 3, "here").all_gather_object("mine", "a test")
         ['mine', 'mine', 'mine']
@@ -230,9 +215,6 @@ class EchoComm(Comm):
 
 class EchoChannel(Channel):
     """Channel of a `EchoComm`.
-
-    Args:
-        rank, size: as there.
 
     Example:
         >>> EchoChannel(0, 2).exchange([7]).headers.tolist()

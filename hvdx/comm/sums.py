@@ -69,9 +69,6 @@ class DenseSums:
     Args:
         comm: communicator on the host, with channels.
 
-    Attributes:
-        everyone: channel of all ranks.
-
     Example:
         >>> from hvdx.comm.local import virtual_world
         >>> sums = DenseSums(virtual_world(1)[0])

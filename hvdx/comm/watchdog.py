@@ -157,11 +157,7 @@ class Watchdog:
         self._wake.set()
 
     def failed_below(self, how: str) -> bool:
-        """Return whether a rank below this one has left in the same way.
-
-        Args:
-            how: see `leave`.
-        """
+        """Return whether a rank below this one has left in the same way."""
         return any(rank < self._rank and other == how for rank, (_, other) in list(self._gone.items()))
 
     def others_left(self) -> bool:

@@ -52,9 +52,6 @@ def names() -> list[str]:
 def find(name: str) -> type[Strategy]:
     """Return the class of a strategy.
 
-    Args:
-        name: one of `names()`.
-
     Raises:
         ConfigError: if the name is unknown, or names an object of another package that is not a strategy.
 

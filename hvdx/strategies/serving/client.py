@@ -55,9 +55,6 @@ class ServerClient:
 
     The first client of a communicator opens mailboxes, so all workers must create it together.
 
-    Args:
-        comm: the workers.
-
     Attributes:
         exchanges: exchange of each session, by session number; it provides the arrays for received bodies.
         series: numbers of sessions.
@@ -305,11 +302,7 @@ class _IdleTimer:
         self._receiving_since: float | None = None
 
     def seconds(self, accepted: int) -> float:
-        """Return the seconds without movement. Call it while no message is there.
-
-        Args:
-            accepted: number of messages accepted.
-        """
+        """Return the seconds without movement. Call it while no message is there."""
         now, seen = time.monotonic(), (accepted, self._box.pending_sends())
         if seen != self._seen:
             self._seen, self._since = seen, now

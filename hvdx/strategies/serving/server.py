@@ -126,9 +126,6 @@ class RequestHandler:
     def handle(self, message: Message) -> list[Answer]:
         """Return the answers to a message.
 
-        Args:
-            message: message from a worker.
-
         Returns:
             Messages to workers; an ERROR to the sender if its message was refused.
         """
@@ -175,11 +172,7 @@ class RequestHandler:
         return (session.sent, session.received) if session else self._traffic.pop(number, (0, 0))
 
     def leave(self, worker: int) -> list[Answer]:
-        """Return the messages to others after a worker has disconnected, or died: nobody waits for it any more.
-
-        Args:
-            worker: rank of the worker.
-        """
+        """Return the messages to others after a worker has disconnected, or died: nobody waits for it any more."""
         self.present.discard(worker)
         messages: list[Answer] = []
         for number, session in self._sessions.items():

@@ -52,9 +52,6 @@ def make_codec(spelling: str, threads: int | None = None) -> "Codec[State] | Non
 def density_of(spelling: str) -> float:
     """Return the share of elements that a codec sends; 1 for a codec that sends all.
 
-    Args:
-        spelling: see `make_codec`.
-
     Example:
         >>> density_of("threshold:0.003"), density_of("threshold"), density_of("fp16")
         (0.003, 0.01, 1.0)
@@ -65,10 +62,6 @@ def density_of(spelling: str) -> float:
 
 def decoder(config: SessionConfig, threads: int | None = None) -> Callable[[np.ndarray, int], Addend | None]:
     """Return the function that decodes the updates of a session.
-
-    Args:
-        config: configuration of the session.
-        threads: threads of the codec's kernels.
 
     Returns:
         A function of a body (uint8[bytes]) and its worker. It returns an `Addend`, or None if the update holds NaN or

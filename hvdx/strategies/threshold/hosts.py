@@ -54,9 +54,9 @@ class HostSums(abc.ABC):
 
     Each rank sums one piece of the vector, and each element in rank order, so both ways give the same bits.
 
-    A step consists of `offer`, an exchange of the channel, `add_up`, another exchange, and `gather`. The ranks may
+    A step consists of `publish`, an exchange of the channel, `add_up`, another exchange, and `gather`. The ranks may
     share the arrays: a rank may write to `targets` between the exchange after `add_up` and `gather`, and
-    a result is valid until this rank's first exchange after its next `offer`.
+    a result is valid until this rank's first exchange after its next `publish`.
 
     Args:
         channel: the ranks of the host.
@@ -89,18 +89,13 @@ class HostSums(abc.ABC):
         """Set `out` to the sum of the updates of all ranks, for this rank's piece; return whether it is finite.
 
         Args:
-            tensors: those of `offer`.
+            tensors: those of `publish`.
             out: float32[piece].
         """
 
     @abc.abstractmethod
     def values(self, element: int, tensors: Sequence[np.ndarray]) -> list[float]:
-        """Return the value of each rank at an element of this rank's piece, in rank order.
-
-        Args:
-            element: number of the element in the piece.
-            tensors: those of `add_up`, which was called before.
-        """
+        """Return the value of each rank at an element of this rank's piece, after `add_up` of these tensors."""
 
     @abc.abstractmethod
     def gather(self, piece: np.ndarray | None) -> float:
@@ -111,11 +106,7 @@ class HostSums(abc.ABC):
         """
 
     def total(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
-        """Set `out` to the sum of the updates of all ranks, for this rank's piece. Collective.
-
-        Args:
-            tensors, out: see `add_up`.
-        """
+        """Set `out` to the sum of the updates of all ranks, for this rank's piece. Collective."""
         self.publish(tensors)
         self._channel.exchange([])
         self.add_up(tensors, out)
@@ -251,7 +242,7 @@ class HostsExchange(HostExchange):
     """Exchange of one optimiser under `Threshold(local="dense")`.
 
     The vector of all elements is divided into one piece for each rank of a host. The ranks of a host add up their
-    updates, each for its own piece (`threshold.host_sums`). The ranks with the same piece, one on each host, exchange
+    updates, each for its own piece (`HostSums`). The ranks with the same piece, one on each host, exchange
     its sums by a `MessageExchange`. Then each host gathers the results.
 
     Args:

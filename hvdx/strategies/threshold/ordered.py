@@ -262,12 +262,7 @@ class OrderedExchange(HostExchange):
         )
 
     def _wait(self, awaited: Callable[[], list[int]], what: str) -> float:
-        """Apply messages until no rank is awaited; return the seconds of waiting.
-
-        Args:
-            awaited: function that returns the awaited ranks.
-            what: purpose, for error messages.
-        """
+        """Apply messages until no rank is awaited; return the seconds of waiting."""
         session, backoff, limit, spent = self._open, Backoff(), self._comm.patience, 0.0
         begin = since = time.monotonic()
         seen, waits = session.packets, False
@@ -384,9 +379,6 @@ class OrderedExchange(HostExchange):
 
         All ranks apply the messages in one order, so the weights of the rank that has applied the most contain those of
         every other one. All go on with these. A message that they do not contain returns to the residual of its sender.
-
-        Args:
-            finished: whether this rank has finished it.
         """
         comm, session = self._comm, self._open
         while True:
@@ -410,11 +402,7 @@ class OrderedExchange(HostExchange):
         return False
 
     def _take_back(self, applied: int) -> None:
-        """Return own messages to the residual, except those that the weights contain.
-
-        Args:
-            applied: number of this rank's messages in the weights.
-        """
+        """Return own messages to the residual, except those that the weights contain."""
         bodies = [payload.body[payload.words[_SAMPLE] :] for payload, number, _ in self._own if number >= applied]
         if bodies:
             flat = np.zeros(self._n, np.float32)

@@ -274,12 +274,7 @@ class ShardedRoute(Route):
         )
 
     def _encode_sum(self, codec: codecs.Threshold, least: float) -> np.ndarray:
-        """Encode this rank's shard of the sum.
-
-        Args:
-            codec: codec of the owner.
-            least: tau of this rank's messages.
-        """
+        """Encode this rank's shard of the sum."""
         # Entries are multiples of the ranks' taus. If there are fewer than the owner may send, a smaller tau would only
         # make the multiples larger.
         message, self._owner = codec.encode([self._sum], self._owner, self._lookahead.follow, least=least)
@@ -307,11 +302,7 @@ class ShardedRoute(Route):
 
 
 class _Work:
-    """Seconds of work on this rank in a step.
-
-    Attributes:
-        encoding, decoding: by kind.
-    """
+    """Seconds of work on this rank in a step."""
 
     def __init__(self) -> None:
         self.encoding = self.decoding = 0.0
@@ -445,11 +436,7 @@ def open_messages(
 def choose_route(
     options: Options, comm: Comm, elements: int, device: str, network: Link | None = None
 ) -> tuple[str, Link | None]:
-    """Return the kind of route, and the link if it has been measured. Collective.
-
-    Args:
-        options, comm, elements, device, network: see `open_messages`.
-    """
+    """Return the kind of route, and the link if it has been measured. Collective."""
     if options.exchange == "all_gather" or comm.size == 1 or not elements:
         return "all_gather", network
     # Hosts may differ: some have no GPU.

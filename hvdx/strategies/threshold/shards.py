@@ -97,40 +97,21 @@ class Dealing:
         self.rest(into, position)[...] = piece[whole:]
 
     def blocks(self, rounds: np.ndarray, position: int) -> np.ndarray:
-        """Return a view of the blocks of a piece, [blocks, block].
-
-        Args:
-            rounds: part of the vector that begins and ends with a round.
-            position: number of the piece.
-        """
+        """Return a view of the blocks of a piece in whole rounds of the vector, [blocks, block]."""
         return rounds.reshape(-1, self.count, self.block)[:, position]
 
     def rest(self, vector: np.ndarray, position: int) -> np.ndarray:
-        """Return a view of the elements of a piece that lie behind the last whole round of the vector.
-
-        Args:
-            vector: [n].
-            position: number of the piece.
-        """
+        """Return a view of the elements of a piece that lie behind the last whole round of the vector."""
         begin = self.elements // self.round * self.round + position * self.block
         return vector[begin : begin + self.block]
 
     def origin(self, position: int, element: int) -> int:
-        """Return the number in the vector of an element of a piece.
-
-        Args:
-            position: number of the piece.
-            element: number of the element in the piece.
-        """
+        """Return the number in the vector of an element of a piece."""
         number, rest = divmod(element, self.block)
         return number * self.round + position * self.block + rest
 
     def sizes_in_piece(self, position: int) -> list[int]:
-        """Return the number of elements of each tensor that a piece holds.
-
-        Args:
-            position: number of the piece.
-        """
+        """Return the number of elements of each tensor that a piece holds."""
         before = [self._before(end, position) for end in self.ends]
         return [end - begin for begin, end in pairwise(before)]
 
