@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm, Mailbox, Message
-from hvdx.comm.base import HEADER_WORDS, Reduction
+from hvdx.comm.interfaces import HEADER_WORDS, Reduction
 from hvdx.comm.waiting import until
 
 # Time limit of a check for a message.

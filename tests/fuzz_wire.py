@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdx.codec import Codec, Threshold, frame, make, varint
+from hvdx.codec import Codec, Threshold, frame, make
 from hvdx.errors import WireError
-from hvdx.kernels import cpu, reference
+from hvdx.kernels import cpu, reference, varint
 from hvdx.kernels.tiles import TILE_MAX, Malformed, Runs
 from tests.kernels.guarded import Guarded
 from tests.kernels.mutations import corpus, mutate, mutate_bytes

@@ -1,6 +1,6 @@
 """The parameter server in separate jobs: servers in ranks of their own, and failures of ranks."""
 
-# Tests: hvdx/strategies/joining.py, hvdx/strategies/serving/exchange.py, hvdx/strategies/serving/server.py
+# Tests: hvdx/strategies/registry.py, hvdx/strategies/serving/exchange.py, hvdx/strategies/serving/server.py
 
 import re
 import time

@@ -119,7 +119,7 @@ def test_jobs_and_commands_import_no_names_with_an_underscore(graph):
 def test_table_can_fail():
     cases = {
         "kernels": ["hvdx.errors"],
-        "costs": ["hvdx.strategies.base"],
+        "costs": ["hvdx.strategies.contract"],
         "strategies": ["keras"],
         "keras": ["hvdx.codec"],
         "comm": ["mpi4py", "horovod"],
@@ -151,8 +151,8 @@ def test_no_packages_import_each_other(graph):
 
 
 def test_contract_of_a_strategy_needs_nothing_that_measures(graph):
-    found = graph.find_upstream_modules("hvdx.strategies.base")
-    assert {"hvdx.comm.base", "hvdx.costs.types"} <= found
+    found = graph.find_upstream_modules("hvdx.strategies.contract")
+    assert {"hvdx.comm.interfaces", "hvdx.costs.types"} <= found
     assert not found & {"hvdx.costs.measure", "hvdx.costs.link", "socket", "mpi4py"}
 
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("codec", "comm", "costs", "strategies")
 # The protocol of late messages moves payloads of any type.
-ANY_PAYLOAD = "hvdx/strategies/threshold/routes/replica.py"
+ANY_PAYLOAD = "hvdx/strategies/threshold/replica.py"
 # All that is installed. `Any` remains where a value has no type: JSON, Keras' logs, and objects of a user.
 PRODUCT = sorted(path for room in ("hvdx", "kernels", "jobs") for path in (ROOT / room).rglob("*.py"))
 MOST = 300

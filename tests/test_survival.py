@@ -2,7 +2,7 @@
 
 # Tests: hvdx/comm/surviving.py, hvdx/comm/spares.py, hvdx/keras/distribute.py, hvdx/keras/survival.py
 # Tests: hvdx/keras/checkpoint/writer.py, hvdx/keras/checkpoint/restoring.py, hvdx/comm/mpi_mailbox.py
-# Tests: hvdx/strategies/serving/step_client.py, hvdx/strategies/serving/worker_sessions.py
+# Tests: hvdx/strategies/serving/client.py, hvdx/strategies/serving/worker_sessions.py
 
 import re
 import sys

@@ -71,7 +71,7 @@ class Decoder(Protocol):
 class Codec(abc.ABC, Generic[S]):
     """A format for updates."""
 
-    #: Name in the registry.
+    #: Name in the catalogue.
     name: ClassVar[str]
     #: Number in the frame of a message, one byte.
     number: ClassVar[int]

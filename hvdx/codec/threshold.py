@@ -16,15 +16,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from hvdx.cache import kernels_folder
-from hvdx.codec import frame, varint
+from hvdx.codec import frame
 from hvdx.codec.base import Array, Codec, State
 from hvdx.codec.devices import Gpu, Host, gpu
-from hvdx.codec.parts import cut_tiles, join_tiles
 from hvdx.errors import ConfigError, UpdateError, WireError
-from hvdx.kernels import compiled, cpu
+from hvdx.kernels import compiled, cpu, varint
 from hvdx.kernels.cpu_decode import ADD_EACH, ADD_SUM, SET_SUM
 from hvdx.kernels.pieces import Located
-from hvdx.kernels.table import read_runs
+from hvdx.kernels.table import cut_tiles, join_tiles, read_runs
 from hvdx.kernels.tiles import LINE, Malformed, Runs, limit
 
 #: tau if neither tau nor a density is given: that of Strom and Deeplearning4j, as a power of two.

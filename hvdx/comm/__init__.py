@@ -1,6 +1,6 @@
 """Communicators: the rank of this process and its connections to the other ranks, a file for each library."""
 
-from hvdx.comm.base import Channel, Comm, GraphComm, Mailbox, Message, Received
+from hvdx.comm.interfaces import Channel, Comm, GraphComm, Mailbox, Message, Received
 from hvdx.comm.local import LocalComm
 from hvdx.comm.world import current, graph, graph_calls, graph_of_peers, set_split, start, stop
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure, mpi
-from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Reduction, T
+from hvdx.comm.interfaces import BufferFor, Channel, Comm, Mailbox, Reduction, T
 from hvdx.comm.launcher import Launch
 from hvdx.comm.tensors import TensorComm, device_scope
 from hvdx.errors import ConfigError, HorovodError

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure, progress
-from hvdx.comm.alignment import is_aligned
-from hvdx.comm.base import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.buckets import BucketThread, fill
-from hvdx.comm.dense import DenseSums
+from hvdx.comm.interfaces import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.launcher import usable_cores
+from hvdx.comm.memory import is_aligned
+from hvdx.comm.sums import DenseSums
 from hvdx.comm.tensors import MismatchError, TensorComm
 from hvdx.errors import ConfigError, ExchangeError
 
@@ -475,11 +475,7 @@ def _shares_memory() -> bool:
 
 
 def wait_for(tensors: Sequence[tf.Tensor]) -> None:
-    """Let later calls of `on_host` begin after some tensors have been computed.
-
-    Args:
-        tensors: tensors of the graph.
-    """
+    """Let later calls of `on_host` begin after some tensors have been computed."""
     with tf.device("CPU:0"), tf.control_dependencies(tensors):
         _sequence().assign_add(1)
 

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from hvdx.comm.base import (
+from hvdx.comm.interfaces import (
     HEADER_WORDS,
     BufferFor,
     Channel,
@@ -20,6 +20,7 @@ from hvdx.comm.base import (
     Reduction,
     T,
     Tensor,
+    place_of,
 )
 
 # Time limit of a virtual rank for the others.
@@ -72,9 +73,6 @@ class LocalComm(GraphComm):
             self._table = _Table(1)
         return VirtualMailbox(0, box, self._table, buffer_for)
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 def virtual_world(size: int, servers: int = 0, hosts: Sequence[str] | None = None) -> list[Comm]:
     """Return the communicators of virtual ranks in this process; each is to be used by its own thread.
@@ -112,30 +110,15 @@ class _Table:
 
 
 class VirtualComm(Comm):
-    """Communicator of one virtual rank; see `virtual_world`.
-
-    Args:
-        rank, size: rank, and number of workers.
-        table: memory that all virtual ranks share.
-        servers: number of server ranks.
-        hosts: name of the host of each worker; None if all are on one.
-    """
+    """Communicator of one virtual rank; see `virtual_world`."""
 
     def __init__(self, rank: int, size: int, table: _Table, servers: int = 0, hosts: Sequence[str] | None = None):
         self.rank, self.size = rank, size
-        self.local_rank, self.local_size, self.cross_rank, self.cross_size = rank, size, 0, 1
         self.servers, self.serves = servers, rank >= size
         self.hosts = ["here"] * size if hosts is None else list(hosts)
-        if hosts is not None and not self.serves:
-            self._find_place()
+        place = (rank, size, 0, 1) if self.serves else place_of(self.hosts, rank)
+        self.local_rank, self.local_size, self.cross_rank, self.cross_size = place
         self._table = table
-
-    def _find_place(self) -> None:
-        """Number the ranks of this host, and those with the same number on all hosts."""
-        numbers = [self.hosts[:rank].count(host) for rank, host in enumerate(self.hosts)]
-        self.local_rank, self.local_size = numbers[self.rank], self.hosts.count(self.hosts[self.rank])
-        peers = [rank for rank, number in enumerate(numbers) if number == self.local_rank]
-        self.cross_rank, self.cross_size = peers.index(self.rank), len(peers)
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
         return self._table.all_gather(self.rank, value)
@@ -162,17 +145,9 @@ class VirtualComm(Comm):
     def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
         return VirtualMailbox(self.rank, box, self._table, buffer_for)
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class VirtualChannel(Channel):
-    """Channel between virtual ranks; see `virtual_world`.
-
-    Args:
-        rank, size: rank, and number of ranks.
-        table: memory that all virtual ranks share.
-    """
+    """Channel between virtual ranks; see `virtual_world`."""
 
     def __init__(self, rank: int, size: int, table: _Table):
         self.rank, self.size, self._table = rank, size, table
@@ -182,42 +157,13 @@ class VirtualChannel(Channel):
         messages = [] if message is None else [m for _, m in everyone if m is not None]
         return Received(np.array([h for h, _ in everyone], np.int64), messages, 0.0, 0.0)
 
-    def all_reduce(self, vector: np.ndarray) -> None:
-        everyone = self._table.all_gather(self.rank, vector.copy())
-        vector[:] = everyone[0]
-        for other in everyone[1:]:
-            vector += other
-
-    def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        mine = slice(bounds[self.rank], bounds[self.rank + 1])
-        return np.stack([theirs[mine] for theirs in self._table.all_gather(self.rank, vector.copy())])
-
-    def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
-        into[:] = np.concatenate(self._table.all_gather(self.rank, piece.copy()))
-
     def share(self, elements: int) -> list[np.ndarray] | None:
         shared: list[np.ndarray] = self._table.all_gather(self.rank, np.zeros(elements, np.float32))
         return shared
 
-    def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
-        return np.stack([theirs[self.rank] for theirs in self._table.all_gather(self.rank, numbers.copy())])
-
-    def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
-        return [theirs[self.rank] for theirs in self._table.all_gather(self.rank, [part.copy() for part in parts])]
-
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class VirtualMailbox(Mailbox):
-    """Mailbox between virtual ranks; see `virtual_world`. Bodies are copied when they are sent.
-
-    Args:
-        rank: rank of the owner.
-        box: number of the box.
-        table: memory that all virtual ranks share.
-        buffer_for: see `hvdx.comm.base.BufferFor`.
-    """
+    """Mailbox between virtual ranks; see `virtual_world`. Bodies are copied when they are sent."""
 
     receiving = False
 

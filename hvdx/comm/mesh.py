@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hvdx.comm.base import Comm, Mesh
+from hvdx.comm.interfaces import Comm, Mesh
 from hvdx.errors import ConfigError
 
 #: Environment variable that sets the number of ranks that split a layer.
@@ -13,9 +13,6 @@ NODE = "node"
 
 def mesh_of(comm: Comm) -> Mesh:
     """Return the mesh of ranks that split layers.
-
-    Args:
-        comm: all ranks.
 
     Raises:
         ConfigError: if they split none.
@@ -105,6 +102,16 @@ def arrange(hosts: Sequence[str], split: int | str) -> tuple[tuple[int, ...], ..
             f"one of {divisors}, or start another number of ranks."
         )
     return tuple(tuple(order[i : i + size]) for i in range(0, len(order), size))
+
+
+def divide_by_host(comm: Comm) -> tuple[Comm, Comm]:
+    """Return the communicators of this host, and of the hosts' ranks at this rank's place. Collective.
+
+    Each host needs as many ranks.
+    """
+    host = list(dict.fromkeys(comm.hosts)).index(comm.hosts[comm.rank])
+    place = list(comm.hosts[: comm.rank]).count(comm.hosts[comm.rank])
+    return comm.divide(host, place, "the ranks of a host"), comm.divide(place, host, "the hosts")
 
 
 def bounds_of(extent: int, parts: int) -> tuple[int, ...]:

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hvdx.comm import launcher, mesh, progress, shared_memory, watchdog
-from hvdx.comm.alignment import aligned
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
+from hvdx.comm import launcher, memory, mesh, progress, watchdog
+from hvdx.comm.interfaces import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order, place_of
 from hvdx.comm.launcher import Launch
-from hvdx.comm.mpi_blocks import BlockSum
 from hvdx.comm.mpi_mailbox import MpiMailbox
-from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
+from hvdx.comm.sums import BlockSum
+from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until, wait_for_all
 from hvdx.errors import ExchangeError, LaunchError
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ class MpiComm(Comm):
         for tensor in tensors:
             array = np.asarray(tensor, order="C")
             if self.rank != root:
-                array = aligned(array.size, array.dtype).reshape(array.shape)
+                array = memory.aligned(array.size, array.dtype).reshape(array.shape)
             channel.broadcast(array.reshape(-1).view(np.uint8), root)
             result.append(array)
         return result
@@ -198,21 +197,13 @@ class MpiComm(Comm):
         return MpiChannel(self.group, what, self.parent_ranks, self._alive)
 
     def of_survivors(self, group: "MPI.Comm", hosts: Sequence[str]) -> "MpiComm":
-        """Return a communicator of the ranks that are left. Collective over them.
-
-        Args:
-            group: communicator of MPI for these ranks.
-            hosts: name of each rank's host.
-        """
+        """Return a communicator of the ranks that are left. Collective over them."""
         some = copy.copy(self)
         some.group, some.hosts = group, hosts
         some._channel = MpiChannel(group, "a collective", alive=self._alive)
         some.rank, some.size = some._channel.rank, some._channel.size
         some._workers, some._flags, some.mailbox_group = some.size, None, None
-        mine = [rank for rank, host in enumerate(hosts) if host == hosts[some.rank]]
-        some.local_rank, some.local_size = mine.index(some.rank), len(mine)
-        peers = [rank for rank in range(some.size) if list(hosts[:rank]).count(hosts[rank]) == some.local_rank]
-        some.cross_rank, some.cross_size = peers.index(some.rank), len(peers)
+        some.local_rank, some.local_size, some.cross_rank, some.cross_size = place_of(hosts, some.rank)
         return some
 
     def divide(self, part: int, key: int, what: str) -> "MpiComm":
@@ -231,10 +222,7 @@ class MpiComm(Comm):
         if self.mailbox_group is None:
             group, request = self.group.Idup()
             self.mailbox_group = group
-            if not until(request.Test, time_limit()):
-                raise ExchangeError(
-                    f"opening a mailbox: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE})."
-                )
+            wait_for_all(request.Test, "opening a mailbox")
         return MpiMailbox(self.mailbox_group, box, buffer_for)
 
     def any_true(self, mine: bool) -> bool:
@@ -261,9 +249,7 @@ def _agree(everyone: "MPI.Comm", servers: int, split: int | str, stall: float) -
     """
     gathered = np.empty((everyone.Get_size(), 3), np.float64)
     mine = np.array([servers, stall, -1 if split == mesh.NODE else split], np.float64)
-    request = everyone.Iallgather(mine, gathered)
-    if not until(request.Test, time_limit()):
-        raise ExchangeError(f"joining the world: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
+    wait_for_all(everyone.Iallgather(mine, gathered).Test, "joining the world")
     first, *_ = numbers = gathered[:, 0].astype(int).tolist()
     for rank, others in enumerate(numbers):
         if others != first:
@@ -345,7 +331,6 @@ class MpiChannel(Channel):
             self._buffer = np.empty(size + size // 4, np.uint8)
 
     def all_reduce(self, vector: np.ndarray) -> None:
-        """Sum a vector of float32 or float64 over the ranks, in place."""
         self._wait(self._comm.Iallreduce(self._mpi.IN_PLACE, vector))
 
     def sum_in_order(
@@ -354,7 +339,7 @@ class MpiChannel(Channel):
         scale: float = 1.0,
         cast: Cast = np.ndarray.astype,
     ) -> None:
-        """Sum a vector in blocks, with one flow a link; see `Channel.sum_in_order` and `hvdx.comm.mpi_blocks`.
+        """Sum a vector in blocks, with one flow a link; see `Channel.sum_in_order` and `hvdx.comm.sums`.
 
         The time limit begins anew when a block has been sent or received.
         """
@@ -381,7 +366,7 @@ class MpiChannel(Channel):
         self._wait(self._comm.Iallgatherv([piece.view(np.uint8), self._mpi.BYTE], received))
 
     def share(self, elements: int) -> list[np.ndarray] | None:
-        return shared_memory.share(self, elements, f"rank {self._ranks[self.rank]}")
+        return memory.share(self, elements, f"rank {self._ranks[self.rank]}")
 
     def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
         got = np.empty_like(numbers)

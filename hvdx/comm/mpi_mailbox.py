@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdx.comm.base import HEADER_WORDS, BufferFor, Mailbox, Message
+from hvdx.comm.interfaces import HEADER_WORDS, BufferFor, Mailbox, Message
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -99,7 +99,7 @@ class MpiMailbox(Mailbox):
     Args:
         comm: `MPI.Comm` for mailboxes only, which all boxes share.
         box: number of the box.
-        buffer_for: see `hvdx.comm.base.BufferFor`.
+        buffer_for: see `hvdx.comm.interfaces.BufferFor`.
         ranks: ranks of `comm`.
     """
 

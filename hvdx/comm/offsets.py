@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdx.comm.base import Comm
+from hvdx.comm.interfaces import Comm
 
 # All-gathers of a measurement: at least and at most. The first ones are slow, because ranks arrive at different times,
 # and so are many on hosts that do other work at that moment.

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import waiting
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
+from hvdx.comm.interfaces import BufferFor, Cast, Channel, Comm, Mailbox, Received, T, add_in_order
 from hvdx.comm.launcher import SPARES as VARIABLE
 from hvdx.comm.mpi import MpiComm
 from hvdx.comm.waiting import until
@@ -28,9 +28,6 @@ _READY_TAG, _END_TAG = 11, 12
 
 def wanted(processes: int) -> int:
     """Return the number of spares that `HVDX_SPARES` asks for.
-
-    Args:
-        processes: number of processes of the job.
 
     Raises:
         ConfigError: if it is not a number that leaves two ranks, one of which may die.
@@ -62,10 +59,6 @@ class Group:
 
 class Spares:
     """The ranks and the spares of a job that live, on a communicator of their own. Creating it is collective.
-
-    Args:
-        everyone: communicator of all processes.
-        count: number of spares.
 
     Attributes:
         world: `MPI.Comm` of those that live.
@@ -126,11 +119,7 @@ class Spares:
     # -- on a spare ---------------------------------------------------------------------------------------------------
 
     def wait(self, place: int) -> bool:
-        """Wait until ranks need spares; return False if all ranks have ended.
-
-        Args:
-            place: number of the place where this spare waits.
-        """
+        """Wait until ranks need spares; return False if all ranks have ended."""
         self._send(_READY_TAG, place, to_ranks=True)
         gone: set[int] = set()
 
@@ -193,10 +182,6 @@ class EchoComm(Comm):
 
     So the spare computes what a rank of the same script does, and exchanges nothing.
 
-    Args:
-        rank, size: rank of the spare, and number of ranks.
-        host: name of its host.
-
     Example:
         >>> EchoComm(2, 3, "here").all_gather_object("mine", "a test")
         ['mine', 'mine', 'mine']
@@ -227,15 +212,9 @@ class EchoComm(Comm):
         """Raise ConfigError: a spare sends no messages to single ranks."""
         raise ConfigError.on_all_ranks(f"{VARIABLE}: a spare cannot wait in a strategy with messages to single ranks.")
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class EchoChannel(Channel):
     """Channel of a `EchoComm`.
-
-    Args:
-        rank, size: as there.
 
     Example:
         >>> EchoChannel(0, 2).exchange([7]).headers.tolist()
@@ -255,18 +234,6 @@ class EchoChannel(Channel):
     def sum_in_order(self, vector: np.ndarray, scale: float = 1.0, cast: Cast = np.ndarray.astype) -> None:
         add_in_order([vector.copy()] * self.size, vector, scale, cast)
 
-    def scatter_pieces(self, vector: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-        return np.tile(vector[bounds[self.rank] : bounds[self.rank + 1]], (self.size, 1))
-
     def gather_pieces(self, piece: np.ndarray, bounds: np.ndarray, into: np.ndarray) -> None:
         for begin, end in itertools.pairwise(bounds):
             into[begin:end] = np.resize(piece, end - begin)
-
-    def all_to_all_rows(self, numbers: np.ndarray) -> np.ndarray:
-        return np.tile(numbers[self.rank], (self.size, 1))
-
-    def all_to_all(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
-        return [parts[self.rank]] * self.size
-
-    def close(self) -> None:
-        """Do nothing."""

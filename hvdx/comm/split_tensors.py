@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvdx.comm.base import Channel
 from hvdx.comm.host_graph import on_host
+from hvdx.comm.interfaces import Channel
 from hvdx.errors import ConfigError
 
 Arrays = list[np.ndarray]

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import failure, launcher, spares, supervision, waiting
-from hvdx.comm.base import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received, of_comm
-from hvdx.comm.heartbeat import Heartbeat
+from hvdx.comm.interfaces import BufferFor, Cast, Channel, Comm, Death, Mailbox, Received, of_comm
 from hvdx.comm.launcher import Launch
 from hvdx.comm.mpi import MpiComm
 from hvdx.comm.mpi_mailbox import Mortals, MpiMailbox
 from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
+from hvdx.comm.watchdog import Heartbeat
 from hvdx.errors import ConfigError, ExchangeError, LaunchError
 from hvdx.log import Log, set_rank
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import tensorflow as tf
 
-from hvdx.comm.base import GraphComm, Reduction, Wire
+from hvdx.comm.interfaces import GraphComm, Reduction, Wire
 from hvdx.errors import ConfigError, ReplicaError
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hvdx.errors import ConfigError
+from hvdx.errors import ConfigError, ExchangeError
 
 #: Seconds after which a rank gives up waiting for another.
 LIMIT_VARIABLE = "HVDX_TIMEOUT"
@@ -78,6 +78,12 @@ def _poll(done: Callable[[], bool], limit: float) -> bool:
             return False
         backoff.sleep()
     return True
+
+
+def wait_for_all(done: Callable[[], bool], what: str) -> None:
+    """Poll until done; raise ExchangeError if not all ranks join within the time limit."""
+    if not until(done, time_limit()):
+        raise ExchangeError(f"{what}: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
 
 
 def enter(what: str, for_all: bool = True) -> None:

@@ -1,24 +1,33 @@
-"""Watchdog thread: if a rank makes no progress, it asks all ranks for their position and prints the answers.
+"""Threads that notice ranks without progress: the watchdog asks and warns, the heartbeat ends a rank that hangs.
 
-The thread sends only small point-to-point messages and never blocks inside MPI. A stopped rank therefore cannot block
-it, and it cannot keep its own process from ending.
+If a rank makes no progress, its watchdog asks all ranks for their position and prints the answers. It sends only small
+point-to-point messages and never blocks inside MPI. A stopped rank therefore cannot block it, and it cannot keep its
+own process from ending.
+
+If ranks go on without one that dies, a rank has a heartbeat in place of a watchdog. It ends a process whose main thread
+makes no progress while the others wait, so that they go on as after any death. If the process is stopped, or a library
+blocks Python, the thread cannot run: then it sends no more beats to the process that started the rank
+(`cli/common/rank.py`), which ends it. Both count beats, not seconds: all processes of a job may be suspended for long.
 """
 
 import atexit
+import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from hvdx.comm import progress
 from hvdx.comm.progress import Report
-from hvdx.comm.waiting import LIMIT_VARIABLE, time_limit, until
-from hvdx.errors import ConfigError, ExchangeError
+from hvdx.comm.waiting import LIMIT_VARIABLE, until, wait_for_all
+from hvdx.errors import ConfigError
 from hvdx.log import ERROR, WARNING, Log
 
 _log = Log(__name__)
@@ -46,6 +55,11 @@ _NOTIFIED = 8
 _DOOMED_SECONDS, _DOOMED_TURN, _LAST_DOOMED = 5.0, 1.5, 6.0
 _ASK, _ANSWER, _LEAVE = 1, 2, 3
 _HOST_BYTES = 64
+
+#: Environment variable: path of a pipe, to which a rank writes a line with each beat: its process, and the limit.
+HEARTBEAT_VARIABLE = "HVDX_HEARTBEAT"
+# Seconds between two beats: maximum, and share of the limit.
+_BEAT, _SHARE = 1.0, 0.05
 
 
 def stall_limit() -> float:
@@ -95,11 +109,11 @@ class Watchdog:
         self._mpi, self._limit = MPI, limit
         # The duplicate is never freed: a late message would be taken for one of the next communicator.
         self._comm, request = world.Idup()
-        _await(request)
+        wait_for_all(request.Test, "joining the world")
         self._rank, self._size = self._comm.Get_rank(), self._comm.Get_size()
         hosts = np.zeros(self._size, f"S{_HOST_BYTES}")
         name = np.array([socket.gethostname().encode()], hosts.dtype)
-        _await(self._comm.Iallgather(name.view(np.uint8), hosts.view(np.uint8)))
+        wait_for_all(self._comm.Iallgather(name.view(np.uint8), hosts.view(np.uint8)).Test, "joining the world")
         self._hosts = [host.decode(errors="replace") for host in hosts]
         self._tick = min(max(limit / 10, _MIN_TICK), _TICK)
         self._due = limit
@@ -143,11 +157,7 @@ class Watchdog:
         self._wake.set()
 
     def failed_below(self, how: str) -> bool:
-        """Return whether a rank below this one has left in the same way.
-
-        Args:
-            how: see `leave`.
-        """
+        """Return whether a rank below this one has left in the same way."""
         return any(rank < self._rank and other == how for rank, (_, other) in list(self._gone.items()))
 
     def others_left(self) -> bool:
@@ -306,11 +316,6 @@ def print_end(said: str) -> None:
     sys.stdout.flush()
 
 
-def _await(request: "MPI.Request") -> None:
-    if not until(request.Test, time_limit()):
-        raise ExchangeError(f"joining the world: not all ranks joined within {time_limit():.0f} s ({LIMIT_VARIABLE}).")
-
-
 _running: list[Watchdog] = []
 
 
@@ -379,3 +384,52 @@ def _stop_all() -> None:
     # This is before MPI is finalised: mpi4py does that after all of Python's exit handlers.
     for watchdog in list(_running):
         watchdog.stop()
+
+
+class Heartbeat:
+    """Beats of this rank, until it is closed.
+
+    Args:
+        limit: seconds without progress after which the rank is ended.
+        is_awaited: function that returns whether other ranks wait for this one, outside of a training step too.
+        name: function that returns the rank, for the message; "" if it is not to be ended.
+    """
+
+    def __init__(self, limit: float, is_awaited: Callable[[], bool], name: Callable[[], str]):
+        self._limit, self._is_awaited, self._name = limit, is_awaited, name
+        self._pipe = -1
+        with contextlib.suppress(OSError):  # none, or out of reach in a container
+            # A process that is stopped reads nothing.
+            self._pipe = os.open(os.environ.pop(HEARTBEAT_VARIABLE, ""), os.O_WRONLY | os.O_NONBLOCK)
+        self._write()  # this rank has joined the others
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="hvdx heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the beats: the rank is not ended any more."""
+        self._closed.set()
+        self._thread.join(_BEAT)
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def _write(self) -> None:
+        if self._pipe >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._pipe, f"{os.getpid()} {self._limit}\n".encode())
+
+    def _beat(self) -> None:
+        beat = min(_BEAT, _SHARE * self._limit)
+        still, before = 0.0, progress.last()
+        while not self._closed.wait(beat):
+            self._write()
+            before, now = progress.last(), before
+            still = still + beat if before == now and not progress.may_stand() else 0.0
+            if still > self._limit and (name := self._name()) and (progress.busy() or self._is_awaited()):
+                _log.urgent(
+                    ERROR,
+                    f"{name} on {socket.gethostname()} has made no progress for {self._limit:.0f} s "
+                    f"({LIMIT_VARIABLE}), and is ended. Its position: {progress.here().describe()}.",
+                )
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib import metadata
 
 from hvdx.comm import failure, mesh, mpi, surviving
-from hvdx.comm.base import Comm, Engine, GraphComm
+from hvdx.comm.interfaces import Comm, Engine, GraphComm
 from hvdx.comm.launcher import Launch, detect, usable_cores
 from hvdx.comm.local import LocalComm
 from hvdx.errors import ConfigError, LaunchError

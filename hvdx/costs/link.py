@@ -4,7 +4,7 @@ from statistics import median
 
 import numpy as np
 
-from hvdx.comm.base import Channel
+from hvdx.comm.interfaces import Channel
 from hvdx.costs.types import Link
 
 # Messages of the probe grow from the first size until one takes longer than this time, or has the largest size.

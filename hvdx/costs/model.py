@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from hvdx.comm.base import BLOCK_BYTES, Engine
 from hvdx.comm.buckets import fill
-from hvdx.comm.dense import staging_bytes
+from hvdx.comm.interfaces import Engine
+from hvdx.comm.sums import BLOCK_BYTES, staging_bytes
 from hvdx.comm.waiting import overshoot
 from hvdx.costs.types import TERMS, Layer, Link, Machine, Prediction
 
@@ -193,7 +193,7 @@ class Situation:
         return {"copying": self.passes(4 * itemsize + 3 * itemsize, elements) + casts} | terms
 
     def _dense(self, payload: float) -> dict[str, float]:
-        """Return the terms of a sum over MPI on the host; see `hvdx.comm.dense` and `hvdx.comm.mpi_blocks`.
+        """Return the terms of a sum over MPI on the host; see `hvdx.comm.sums`.
 
         Args:
             payload: bytes of the tensors.

@@ -38,7 +38,7 @@ from hvdx.keras.weight_parts import by_ranks, has_parts
 from hvdx.log import Log
 from hvdx.report.counters import Counters
 from hvdx.strategies import Strategy, resolve
-from hvdx.strategies.base import refuse_unless_it_survives
+from hvdx.strategies.contract import refuse_unless_it_survives
 from hvdx.strategies.telemetry import Telemetry
 
 _log = Log(__name__)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.comm.base import Channel
+from hvdx.comm.interfaces import Channel
 from hvdx.comm.mesh import Mesh
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdx.comm import clock
-from hvdx.comm.base import BufferFor, Channel, GraphComm, Mailbox, Received, Reduction
+from hvdx.comm.interfaces import BufferFor, Channel, GraphComm, Mailbox, Received, Reduction
 from hvdx.costs.model import Situation
 from hvdx.errors import ConfigError
 from hvdx.simulation.groups import Contribution, Group, Network, Transfer, divided
@@ -165,9 +165,6 @@ class SimulatedChannel(Channel):
             everyone, *_ = self._member.collective("all_to_all", value, rows, list)
             return self._group.parts_for(self.rank, everyone)
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class SimulatedComm(GraphComm):
     """Communicator of a simulated rank, on the host and for exchanges of the graph, whose tensors are NumPy arrays.
@@ -271,9 +268,6 @@ class SimulatedComm(GraphComm):
     def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
         """Raise ConfigError: messages without a collective have no virtual time."""
         raise _left_out("exchanges without a common step")
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def world(

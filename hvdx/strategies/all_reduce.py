@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Literal, cast, get_args
 
 from hvdx.comm import Comm, GraphComm
-from hvdx.comm.base import Engine, Reduction, Tensor, Wire
+from hvdx.comm.interfaces import Engine, Reduction, Tensor, Wire
 from hvdx.costs.model import Situation, added
 from hvdx.costs.sizes import ring_bytes
 from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Exchange, Strategy, TensorSpec, one_of
+from hvdx.strategies.contract import Exchange, Strategy, TensorSpec, one_of
 
 Op = Literal["average", "sum"]
 Sparse = Literal["gather", "dense"]

@@ -16,9 +16,9 @@ from hvdx.costs.sizes import ring_bytes
 from hvdx.costs.types import Codec, Link, Machine, Prediction
 from hvdx.log import Log
 from hvdx.strategies.all_reduce import AllReduce
-from hvdx.strategies.base import Exchange, Strategy, TensorSpec, views
 from hvdx.strategies.compiling import announce
-from hvdx.strategies.host import HostExchange, StepInput
+from hvdx.strategies.contract import Exchange, Strategy, TensorSpec, views
+from hvdx.strategies.host_exchange import HostExchange, StepInput
 from hvdx.strategies.telemetry import Telemetry
 from hvdx.strategies.threshold import Threshold
 

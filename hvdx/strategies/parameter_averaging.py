@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, cast, get_args
 
 from hvdx.comm import Comm, GraphComm
-from hvdx.comm.base import Engine, Reduction, Tensor
+from hvdx.comm.interfaces import Engine, Reduction, Tensor
 from hvdx.costs.model import Situation
 from hvdx.costs.sizes import ring_bytes
 from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Exchange, Schedule, Strategy, TensorSpec, Weights, agree_on_steps, one_of
+from hvdx.strategies.contract import Exchange, Schedule, Strategy, TensorSpec, Weights, agree_on_steps, one_of
 
 _SPELLING = re.compile(r"(\d+)(?:@(\d+))?")
 # Most bytes of a worker's shares of the mean at a time: variables of up to 4 MB together, 0.11 GB in BERT-base.

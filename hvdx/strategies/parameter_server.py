@@ -16,21 +16,19 @@ from hvdx.costs.model import Situation
 from hvdx.costs.sizes import message_bytes
 from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import (
+from hvdx.strategies.contract import (
     Strategy,
     TensorSpec,
     agree_on_strategy,
     agree_on_tensors,
     one_of,
 )
-from hvdx.strategies.host import HostExchange, StepInput
-from hvdx.strategies.serving.client import Call, client_of
+from hvdx.strategies.host_exchange import HostExchange, StepInput
+from hvdx.strategies.serving.client import Call, StepClient, client_of
 from hvdx.strategies.serving.exchange import ServerExchange
 from hvdx.strategies.serving.messages import SERVER_BOX, MessageType, SessionConfig
-from hvdx.strategies.serving.request_handler import RequestHandler
-from hvdx.strategies.serving.server import serve
-from hvdx.strategies.serving.step_client import StepClient
-from hvdx.strategies.serving.updates import density_of, is_finite, joined_residual, make_codec
+from hvdx.strategies.serving.server import RequestHandler, serve
+from hvdx.strategies.serving.update_codecs import density_of, is_finite, joined_residual, make_codec
 from hvdx.strategies.serving.worker_sessions import HEADER_BYTES, shards_of_server
 from hvdx.strategies.split import SplitHostExchange, SplitStep, Subset
 

@@ -1,21 +1,26 @@
-"""Strategies by name, also those of other packages.
+"""Strategies by name, also those of other packages; and joining the world with the strategy of a script.
 
-A one-line spelling is a name, with or without options: `all_reduce:compression=fp16,op=sum`.
+A one-line spelling is a name, with or without options: `all_reduce:compression=fp16,op=sum`. The strategy says how many
+ranks only serve, so workers and servers are separated before a script can read its rank.
 """
 
 import ast
 import difflib
 import inspect
 import os
+import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from hvdx import comm as world
+from hvdx.comm import Comm
 from hvdx.errors import ConfigError
 from hvdx.strategies.all_reduce import AllReduce
 from hvdx.strategies.auto import Auto
-from hvdx.strategies.base import Strategy
+from hvdx.strategies.contract import Strategy
 from hvdx.strategies.parameter_averaging import ParameterAveraging
 from hvdx.strategies.parameter_server import ParameterServer
+from hvdx.strategies.serving.client import client_of, close_all
 from hvdx.strategies.threshold import Threshold
 
 #: Group of the entry points by which other packages name their strategies.
@@ -46,9 +51,6 @@ def names() -> list[str]:
 
 def find(name: str) -> type[Strategy]:
     """Return the class of a strategy.
-
-    Args:
-        name: one of `names()`.
 
     Raises:
         ConfigError: if the name is unknown, or names an object of another package that is not a strategy.
@@ -159,6 +161,42 @@ def resolve(strategy: Strategy | str | None) -> Strategy:
         f"strategy: expected a strategy such as hvdx.AllReduce(), a name ({', '.join(names())}) or None, "
         f"got {strategy!r}."
     )
+
+
+def join(strategy: Strategy | str | None = None) -> Comm:
+    """Join the world at the first call, and return the same communicator at later calls.
+
+    A rank that the strategy needs as a server serves here until all workers have disconnected, and then exits.
+
+    Args:
+        strategy: strategy that determines the number of ranks that only serve; for None see `resolve`.
+
+    Returns:
+        The communicator of the workers.
+
+    Raises:
+        ConfigError, LaunchError, HorovodError: see `resolve` and `hvdx.comm.start`.
+        SystemExit: on a server, after all workers have disconnected.
+    """
+    joined = world.current()
+    if joined is not None:
+        return joined
+    chosen = resolve(strategy)
+    joined = world.start(chosen.dedicated)
+    if joined.serves:
+        chosen.serve(joined)
+        sys.exit(0)
+    if joined.servers:
+        # Servers wait until every worker has disconnected. Even a worker that never trains needs a client for that.
+        client_of(joined)
+    return joined
+
+
+def leave() -> None:
+    """Disconnect from the servers, then leave the world."""
+    close_all()
+    set_default(None)
+    world.stop()
 
 
 def _did_you_mean(word: str, known: list[str]) -> str:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, c
 import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.comm.base import Tensor
+from hvdx.comm.interfaces import Tensor
 from hvdx.errors import ConfigError
-from hvdx.strategies.base import Exchange, Strategy, TensorSpec, Weights
-from hvdx.strategies.host import HostExchange, StepInput
+from hvdx.strategies.contract import Exchange, Strategy, TensorSpec, Weights
+from hvdx.strategies.host_exchange import HostExchange, StepInput
 from hvdx.strategies.telemetry import Telemetry, merged
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from hvdx.comm import Comm
-from hvdx.comm.alignment import aligned
+from hvdx.comm.memory import aligned
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.log import Log
-from hvdx.strategies.base import TensorSpec, views
-from hvdx.strategies.host import (
+from hvdx.strategies.contract import TensorSpec, views
+from hvdx.strategies.host_exchange import (
     ELSEWHERE,
     FINE,
     MAX_SKIPPED_STEPS,

@@ -126,7 +126,7 @@ def without_training(setting: argparse.Namespace) -> list[float]:
     import numpy as np
 
     from hvdx.comm import world
-    from hvdx.comm.dense import DenseSums
+    from hvdx.comm.sums import DenseSums
 
     hidden, comm = setting.hidden, world.start()
     sums, seconds = DenseSums(comm), []

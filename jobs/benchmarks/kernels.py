@@ -29,7 +29,7 @@ from hvdx.jobs.benchmarks import harness
 from hvdx.kernels.cpu import cut, default_threads, spread
 from hvdx.kernels.pieces import aligned
 from hvdx.strategies import StepInput, TensorSpec, Threshold
-from hvdx.strategies.host import Outgoing
+from hvdx.strategies.host_exchange import Outgoing
 from hvdx.strategies.step import MessageExchange
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
 

@@ -29,7 +29,7 @@ from hvdx.strategies import HostExchange, StepInput, Strategy, Telemetry, views
 if TYPE_CHECKING:
     from hvdx.codec.base import Array
     from hvdx.comm import Comm
-    from hvdx.strategies.base import TensorSpec
+    from hvdx.strategies.contract import TensorSpec
 
 #: Steps alone of DiLoCo and SparseLoCo.
 PERIOD = 30

@@ -18,7 +18,7 @@ class Row(NamedTuple):
     """Codec with options.
 
     Attributes:
-        name: name in the registry.
+        name: name in the catalogue.
         options: options of the codec.
         precision: largest relative error of a value; None if a residual keeps the error.
         tau: upper bound of the residual if tau is fixed, else None.

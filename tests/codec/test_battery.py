@@ -1,4 +1,4 @@
-# Tests: hvdx/codec/base.py, hvdx/codec/dense.py, hvdx/codec/threshold.py
+# Tests: hvdx/codec/base.py, hvdx/codec/floats.py, hvdx/codec/threshold.py
 
 import pytest
 

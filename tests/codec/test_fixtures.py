@@ -1,6 +1,6 @@
 """Tests that pin the format: the messages in tests/fixtures/wire are decoded as described and encoded to the byte."""
 
-# Tests: hvdx/codec/dense.py, hvdx/codec/threshold.py, hvdx/codec/frame.py
+# Tests: hvdx/codec/floats.py, hvdx/codec/threshold.py, hvdx/codec/frame.py
 
 import json
 

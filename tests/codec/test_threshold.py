@@ -5,10 +5,10 @@ import time
 import numpy as np
 import pytest
 
-from hvdx.codec import Threshold, frame, varint
+from hvdx.codec import Threshold, frame
 from hvdx.codec.threshold import DEFAULT_TAU
 from hvdx.errors import ConfigError, UpdateError, WireError
-from hvdx.kernels import reference
+from hvdx.kernels import reference, varint
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Tests that docs/wire-format.md, the decoder that was written from it, and hvdx agree about every message."""
 
-# Tests: hvdx/codec/dense.py, hvdx/codec/threshold.py, hvdx/codec/frame.py, hvdx/codec/varint.py
+# Tests: hvdx/codec/floats.py, hvdx/codec/threshold.py, hvdx/codec/frame.py, kernels/varint.py
 
 import math
 import re
@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdx.codec import Bfloat16, Float16, Raw, Threshold, frame, varint
+from hvdx.codec import Bfloat16, Float16, Raw, Threshold, frame
 from hvdx.errors import WireError
-from hvdx.kernels import cpu, reference
+from hvdx.kernels import cpu, reference, varint
 from hvdx.kernels.tiles import K_MAX, M_MAX, N_MAX, TILE_MAX, Layout, Malformed, Runs
 from tests.codec import foreign_decoder as foreign
 

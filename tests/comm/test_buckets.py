@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdx.comm.base import Reduction
 from hvdx.comm.buckets import BucketThread, fill
-from hvdx.comm.dense import DenseSums
 from hvdx.comm.host_graph import HostGraphComm
+from hvdx.comm.interfaces import Reduction
 from hvdx.comm.launcher import usable_cores
 from hvdx.comm.local import virtual_world
+from hvdx.comm.sums import DenseSums
 from hvdx.errors import ExchangeError
-from tests.comm.test_base import vector
-from tests.comm.test_dense import total
+from tests.comm.test_interfaces import vector
+from tests.comm.test_sums import total
 from tests.strategies.virtual import on_hosts
 
 

@@ -1,6 +1,6 @@
 """Collectives on tensors without Horovod, eagerly between virtual ranks; tests/ranks tests them in graphs."""
 
-# Tests: hvdx/comm/alignment.py, hvdx/comm/tensors.py
+# Tests: hvdx/comm/memory.py, hvdx/comm/tensors.py
 
 import time
 
@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 from hvdx.comm import host_graph
-from hvdx.comm.alignment import aligned
-from hvdx.comm.base import Reduction
 from hvdx.comm.host_graph import HostGraphComm, change, on_host
+from hvdx.comm.interfaces import Reduction
 from hvdx.comm.local import virtual_world
+from hvdx.comm.memory import aligned
 from hvdx.comm.tensors import MismatchError
 from hvdx.errors import ConfigError, ExchangeError, ReplicaError
 from hvdx.keras.adapters.finite import FirstBad

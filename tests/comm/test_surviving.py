@@ -1,6 +1,6 @@
 """The ranks that are left go on after deaths: a model of all interleavings, and real ranks that die."""
 
-# Tests: hvdx/comm/heartbeat.py
+# Tests: hvdx/comm/watchdog.py
 
 import functools
 import re

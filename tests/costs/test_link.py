@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hvdx.comm.base import Channel, Received
+from hvdx.comm.interfaces import Channel, Received
 from hvdx.costs.link import probe
 
 
@@ -19,14 +19,6 @@ class Slow(Channel):
         headers = np.tile(np.array(header, np.int64), (self.size, 1))
         messages = [] if message is None else [message] * self.size
         return Received(headers, messages, 0.0, self.latency + bytes_in / self.bandwidth)
-
-    def all_reduce(self, vector):
-        raise NotImplementedError
-
-    scatter_pieces = gather_pieces = all_to_all = all_to_all_rows = all_reduce
-
-    def close(self):
-        pass
 
 
 @pytest.mark.parametrize("size", [2, 4, 32])

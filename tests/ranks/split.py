@@ -7,7 +7,7 @@ import numpy as np
 
 from hvdx import comm as world
 from hvdx.comm import mesh
-from hvdx.comm.base import Mesh
+from hvdx.comm.interfaces import Mesh
 from tests.ranks.models import CLASSES, FEATURES
 
 _meshes: dict[int, Mesh | None] = {}

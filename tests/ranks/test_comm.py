@@ -1,4 +1,4 @@
-# Tests: hvdx/comm/horovod.py, hvdx/comm/mpi.py, hvdx/comm/mpi_blocks.py, hvdx/comm/mpi_mailbox.py, hvdx/comm/tensors.py
+# Tests: hvdx/comm/horovod.py, hvdx/comm/mpi.py, hvdx/comm/mpi_mailbox.py, hvdx/comm/sums.py, hvdx/comm/tensors.py
 
 import logging
 import math
@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm import Channel
-from hvdx.comm.base import Reduction
 from hvdx.comm.host_graph import HostGraphComm
+from hvdx.comm.interfaces import Reduction
 from hvdx.log import Log
 from tests.checks import COMM_CHECKS, GRAPH_CHECKS, MAILBOX_CHECKS
 

@@ -11,7 +11,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, attach
 from hvdx.keras.fit import replicas
 from hvdx.strategies import HostExchange, Strategy
-from hvdx.strategies.base import views
+from hvdx.strategies.contract import views
 from hvdx.strategies.telemetry import Telemetry
 
 

@@ -1,6 +1,6 @@
 """The parameter server at any number of ranks, with servers in threads of the workers."""
 
-# Tests: hvdx/keras/adapters/weights.py, hvdx/strategies/serving/messages.py, hvdx/strategies/serving/step_client.py
+# Tests: hvdx/keras/adapters/weights.py, hvdx/strategies/serving/messages.py, hvdx/strategies/serving/client.py
 
 import shutil
 import time

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdx.comm import clock
-from hvdx.comm.base import Reduction
+from hvdx.comm.interfaces import Reduction
 from hvdx.comm.waiting import LIMIT_VARIABLE, overshoot
 from hvdx.costs.model import Situation
 from hvdx.costs.types import Link, Machine

@@ -1,6 +1,6 @@
 """The cost model of `Threshold` against its simulated exchanges, on up to 1024 workers."""
 
-# Tests: hvdx/strategies/threshold/costs.py, hvdx/simulation/training.py
+# Tests: hvdx/strategies/threshold/prediction.py, hvdx/simulation/training.py
 
 import pytest
 

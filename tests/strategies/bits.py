@@ -220,7 +220,7 @@ def _trial(comm):
 
 
 if __name__ == "__main__":
-    from hvdx.strategies.threshold.routes.session_mailbox import SessionMailbox
+    from hvdx.strategies.threshold.session_mailbox import SessionMailbox
 
     SessionMailbox.start = lambda self, session: None
     rows = {f"{name}, {size} ranks": case() for size in (2, 4) for name, case in cases(size).items()}

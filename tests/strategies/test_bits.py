@@ -1,13 +1,13 @@
 """Results, states and traffic of fifty steps under every strategy are those of the fixture, bit for bit."""
 
-# Tests: hvdx/strategies/step.py, hvdx/strategies/threshold/encoder.py, hvdx/strategies/threshold/routes/all_gather.py
-# Tests: hvdx/strategies/threshold/routes/session_mailbox.py
+# Tests: hvdx/strategies/step.py, hvdx/strategies/threshold/encoder.py, hvdx/strategies/threshold/routes.py
+# Tests: hvdx/strategies/threshold/session_mailbox.py
 
 import json
 
 import pytest
 
-from hvdx.strategies.threshold.routes.session_mailbox import SessionMailbox
+from hvdx.strategies.threshold.session_mailbox import SessionMailbox
 from tests.strategies.bits import FIXTURE, cases
 
 ROWS = json.loads(FIXTURE.read_text())

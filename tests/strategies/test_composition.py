@@ -11,7 +11,7 @@ import pytest
 import hvdx.strategies.parameter_server
 import hvdx.strategies.threshold.hosts
 import hvdx.strategies.threshold.ordered
-import hvdx.strategies.threshold.routes.sharded
+import hvdx.strategies.threshold.routes
 from hvdx.strategies import Encoder, Exchange, Route
 from hvdx.strategies.step import Arrived
 from tests.strategies.threshold.test_strategy import flat, steps_of, update
@@ -24,7 +24,7 @@ CLEAN = [
     *STRATEGIES.glob("threshold/**/*.py"),
     *STRATEGIES.glob("serving/*exchange.py"),
     *STRATEGIES.glob("serving/*sessions.py"),
-    *(STRATEGIES / f"{m}.py" for m in ("host", "step", "split", "sessions")),
+    *(STRATEGIES / f"{m}.py" for m in ("host_exchange", "step", "split", "sessions")),
     # The seams replace attributes of objects of Keras; that is their task.
     *sorted(path for path in ROOM_OF_KERAS.rglob("*.py") if path.parent.name != "seams"),
 ]

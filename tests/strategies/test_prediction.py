@@ -1,7 +1,7 @@
 """Predictions of strategies: terms by hand-counted examples, and bytes as the exchanges count them."""
 
 # Tests: hvdx/strategies/all_reduce.py, hvdx/strategies/parameter_averaging.py, hvdx/strategies/parameter_server.py
-# Tests: hvdx/strategies/parameter_server.py, hvdx/strategies/threshold/costs.py
+# Tests: hvdx/strategies/parameter_server.py, hvdx/strategies/threshold/prediction.py
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from hvdx.costs.model import Situation
 from hvdx.costs.sizes import ring_bytes
 from hvdx.costs.types import Codec, Layer, Link, Machine
 from hvdx.strategies import AllReduce, ParameterAveraging, ParameterServer, Threshold, parse
-from hvdx.strategies.base import TensorSpec
+from hvdx.strategies.contract import TensorSpec
 from tests.strategies.serving.ranks import all_fine, run
 from tests.strategies.virtual import on_all
 

@@ -1,6 +1,6 @@
 """Exchange of whole weights over all ranks, and of parts of split layers over the ranks that hold the same ones."""
 
-# Tests: hvdx/strategies/parameter_server.py, hvdx/strategies/serving/step_client.py
+# Tests: hvdx/strategies/parameter_server.py, hvdx/strategies/serving/client.py
 
 import random
 from dataclasses import replace
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvdx.comm import mesh
 from hvdx.errors import ConfigError
 from hvdx.strategies import AllReduce, Auto, ParameterServer, TensorSpec, Threshold
-from hvdx.strategies.serving.step_client import StepClient
+from hvdx.strategies.serving.client import StepClient
 from hvdx.strategies.split import SplitGraphExchange, Subset, open_split
 from tests.strategies.serving.ranks import all_fine, run
 from tests.strategies.virtual import on_all

@@ -6,7 +6,7 @@ import pytest
 from hvdx.comm import LocalComm
 from hvdx.errors import ConfigError, UpdateError, WireError
 from hvdx.strategies import Encoder, Route, StepInput, TensorSpec
-from hvdx.strategies.host import FINE, NOT_FINITE, REFUSED, Encoded
+from hvdx.strategies.host_exchange import FINE, NOT_FINITE, REFUSED, Encoded
 from hvdx.strategies.step import Arrived, MessageExchange
 
 SPECS = [TensorSpec("a", (2,), 4), TensorSpec("b", (), 4)]

@@ -78,7 +78,7 @@ def _run_beside(program: list[str], rank: int) -> None:
 
 
 def _wait(child: int, rank: int, pipe: tuple[int, int], ended: int) -> tuple[int, bool]:
-    """Wait for the child; end its rank if it is stopped, which `hvdx.comm.heartbeat` explains.
+    """Wait for the child; end its rank if it is stopped, which `hvdx.comm.watchdog` explains.
 
     Args:
         pipe: ends of the pipe with the rank's heartbeat.

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx import comm as world
-from hvdx.comm.base import Comm
+from hvdx.comm.interfaces import Comm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters import rows

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm import GraphComm
-from hvdx.comm.base import Reduction
+from hvdx.comm.interfaces import Reduction
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters import updates

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import Comm
-from hvdx.comm.base import T
 from hvdx.comm.host_graph import on_device, on_host, prepare, wait_for
+from hvdx.comm.interfaces import T
 from hvdx.errors import HvdxError
 from hvdx.keras.adapters import rows, second_moments, updates
 from hvdx.keras.adapters.base import (

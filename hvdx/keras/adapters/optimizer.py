@@ -35,7 +35,7 @@ from hvdx.keras.seams.replacing import Method
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of, tensors_of
 from hvdx.strategies import Strategy
-from hvdx.strategies.base import EACH_STEP
+from hvdx.strategies.contract import EACH_STEP
 
 
 def clip(

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import clock
-from hvdx.comm.alignment import aligned
 from hvdx.comm.host_graph import on_host
+from hvdx.comm.memory import aligned
 from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import device_of, values_of, with_values
 from hvdx.keras.adapters.host import alive, own_zeros

@@ -20,7 +20,7 @@ from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import HostExchange, Strategy
-from hvdx.strategies.base import agree_on_steps
+from hvdx.strategies.contract import agree_on_steps
 
 
 class PeriodicAdapter(HostAdapter):

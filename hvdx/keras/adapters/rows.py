@@ -16,8 +16,8 @@ import keras
 import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm
-from hvdx.comm.base import Reduction
 from hvdx.comm.host_graph import on_host
+from hvdx.comm.interfaces import Reduction
 from hvdx.errors import ConfigError
 from hvdx.keras.types import Structure
 

@@ -1,6 +1,6 @@
 """Samples of the gradients of an optimiser that divides by their second moment.
 
-A strategy compares the samples of all ranks; see `hvdx.strategies.threshold.noise`.
+A strategy compares the samples of all ranks; see `hvdx.strategies.threshold.gradient_noise`.
 """
 
 import math
@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdx.keras.seams.optimizers import owner_of_update_step, velocity_of
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
-from hvdx.strategies.threshold.noise import SAMPLE
+from hvdx.strategies.threshold.gradient_noise import SAMPLE
 
 # Optimisers whose update is proportional to the gradients of a rank, divided by the root of the second moment.
 # Lamb is none of them: it scales its updates to the norm of the weights.

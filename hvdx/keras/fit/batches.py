@@ -21,7 +21,7 @@ from hvdx.keras.seams.losses import is_builtin, weights_of
 from hvdx.keras.seams.replacing import Method
 from hvdx.keras.types import Gradient, Variable
 from hvdx.strategies import Strategy
-from hvdx.strategies.base import EACH_STEP
+from hvdx.strategies.contract import EACH_STEP
 
 
 class Batches(NamedTuple):

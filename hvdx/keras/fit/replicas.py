@@ -9,7 +9,7 @@ import tensorflow as tf
 import xxhash
 
 from hvdx.comm import Comm
-from hvdx.comm.alignment import is_aligned
+from hvdx.comm.memory import is_aligned
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ReplicaError
 from hvdx.keras.adapters.optimizer import optimizers_of

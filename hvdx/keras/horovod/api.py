@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm import horovod, launcher
-from hvdx.comm.base import Wire
+from hvdx.comm.interfaces import Wire
 from hvdx.errors import ConfigError
 from hvdx.keras.horovod.process_sets import ProcessSet, add_process_set, allow, set_of
 from hvdx.keras.joining import join

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm import GraphComm
-from hvdx.comm.base import Reduction
+from hvdx.comm.interfaces import Reduction
 from hvdx.keras.horovod.collectives import name_of
 from hvdx.keras.seams.layers import CombinedBatchNormalization
 

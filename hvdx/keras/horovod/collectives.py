@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm
-from hvdx.comm.base import Reduction, Wire
+from hvdx.comm.interfaces import Reduction, Wire
 from hvdx.comm.tensors import device_scope
 from hvdx.errors import ConfigError
 from hvdx.keras.fit import replicas

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
-from hvdx.comm.base import Engine
 from hvdx.comm.horovod import PROCESS_SETS
+from hvdx.comm.interfaces import Engine
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import separate
 from hvdx.keras.joining import join

@@ -9,12 +9,12 @@ import numpy as np
 from hvdx.comm import Comm, Message
 from hvdx.comm.launcher import kernel_threads
 from hvdx.errors import UpdateError
-from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput, find
+from hvdx.strategies.contract import TensorSpec, views
+from hvdx.strategies.host_exchange import MAX_SKIPPED_STEPS, HostExchange, StepInput, find
 from hvdx.strategies.serving.client import Call
 from hvdx.strategies.serving.messages import MessageType
-from hvdx.strategies.serving.updates import is_finite, joined_residual, make_codec
+from hvdx.strategies.serving.update_codecs import is_finite, joined_residual, make_codec
 from hvdx.strategies.serving.worker_sessions import Options, SurvivingSessions, WorkerSessions, answered
 from hvdx.strategies.telemetry import ServerTelemetry
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdx.comm import Comm, Message
 from hvdx.log import Log
-from hvdx.strategies.base import refuse_several
+from hvdx.strategies.contract import refuse_several
 from hvdx.strategies.serving.client import Call, Replace, client_of
 from hvdx.strategies.serving.messages import MessageType, SessionConfig, cut
 

@@ -10,17 +10,17 @@ import numpy as np
 from hvdx import codec as codecs
 from hvdx.codec.base import Array
 from hvdx.comm import Comm, progress
-from hvdx.comm.alignment import aligned
 from hvdx.comm.launcher import kernel_threads
+from hvdx.comm.memory import aligned
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError, UpdateError
 from hvdx.log import Log
-from hvdx.strategies.base import TensorSpec
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.host import Encoded, StepInput
+from hvdx.strategies.contract import TensorSpec
+from hvdx.strategies.host_exchange import Encoded, StepInput
 from hvdx.strategies.step import DeviceArrays, Encoder
 from hvdx.strategies.threshold.density import INITIAL_DENSITY, MAX_PERIOD, STARVED, DensityControl
-from hvdx.strategies.threshold.noise import GatheredSample, NoiseEstimate, SummedSample
+from hvdx.strategies.threshold.gradient_noise import GatheredSample, NoiseEstimate, SummedSample
 from hvdx.strategies.threshold.options import START, Options
 
 _log = Log(__name__)

@@ -9,19 +9,20 @@ from itertools import pairwise
 import numpy as np
 
 from hvdx.comm import Channel, Comm
-from hvdx.comm.alignment import aligned
+from hvdx.comm.memory import aligned
+from hvdx.comm.mesh import divide_by_host
 from hvdx.costs.link import probe
 from hvdx.costs.types import Link
 from hvdx.errors import ConfigError
 from hvdx.log import Log
-from hvdx.strategies.base import TensorSpec, views
 from hvdx.strategies.compiling import prepare_together
-from hvdx.strategies.host import ELSEWHERE, NOT_FINITE, HostExchange, Outgoing, StepInput
+from hvdx.strategies.contract import TensorSpec, views
+from hvdx.strategies.host_exchange import ELSEWHERE, NOT_FINITE, HostExchange, Outgoing, StepInput
 from hvdx.strategies.step import MessageExchange, saved_step
-from hvdx.strategies.threshold.dealing import Dealing
 from hvdx.strategies.threshold.density import INITIAL_DENSITY
-from hvdx.strategies.threshold.noise import common_sample
+from hvdx.strategies.threshold.gradient_noise import common_sample, words_of
 from hvdx.strategies.threshold.options import Options
+from hvdx.strategies.threshold.shards import Dealing
 from hvdx.strategies.threshold.states import OWNER, scaled, whole_residual
 
 _log = Log(__name__)
@@ -53,9 +54,9 @@ class HostSums(abc.ABC):
 
     Each rank sums one piece of the vector, and each element in rank order, so both ways give the same bits.
 
-    A step consists of `offer`, an exchange of the channel, `add_up`, another exchange, and `gather`. The ranks may
+    A step consists of `publish`, an exchange of the channel, `add_up`, another exchange, and `gather`. The ranks may
     share the arrays: a rank may write to `targets` between the exchange after `add_up` and `gather`, and
-    a result is valid until this rank's first exchange after its next `offer`.
+    a result is valid until this rank's first exchange after its next `publish`.
 
     Args:
         channel: the ranks of the host.
@@ -88,18 +89,13 @@ class HostSums(abc.ABC):
         """Set `out` to the sum of the updates of all ranks, for this rank's piece; return whether it is finite.
 
         Args:
-            tensors: those of `offer`.
+            tensors: those of `publish`.
             out: float32[piece].
         """
 
     @abc.abstractmethod
     def values(self, element: int, tensors: Sequence[np.ndarray]) -> list[float]:
-        """Return the value of each rank at an element of this rank's piece, in rank order.
-
-        Args:
-            element: number of the element in the piece.
-            tensors: those of `add_up`, which was called before.
-        """
+        """Return the value of each rank at an element of this rank's piece, after `add_up` of these tensors."""
 
     @abc.abstractmethod
     def gather(self, piece: np.ndarray | None) -> float:
@@ -110,11 +106,7 @@ class HostSums(abc.ABC):
         """
 
     def total(self, tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
-        """Set `out` to the sum of the updates of all ranks, for this rank's piece. Collective.
-
-        Args:
-            tensors, out: see `add_up`.
-        """
+        """Set `out` to the sum of the updates of all ranks, for this rank's piece. Collective."""
         self.publish(tensors)
         self._channel.exchange([])
         self.add_up(tensors, out)
@@ -242,7 +234,7 @@ def _add(arrays: Sequence[np.ndarray], out: np.ndarray) -> bool:
 # "No rank", where a header names a rank of the host.
 _NOBODY = -1
 
-#: Function that opens the exchange of a piece between hosts; see `hvdx.strategies.threshold.opening.open_messages`.
+#: Function that opens the exchange of a piece between hosts; see `hvdx.strategies.threshold.routes.open_messages`.
 OpenMessages = Callable[..., MessageExchange]
 
 
@@ -250,7 +242,7 @@ class HostsExchange(HostExchange):
     """Exchange of one optimiser under `Threshold(local="dense")`.
 
     The vector of all elements is divided into one piece for each rank of a host. The ranks of a host add up their
-    updates, each for its own piece (`threshold.host_sums`). The ranks with the same piece, one on each host, exchange
+    updates, each for its own piece (`HostSums`). The ranks with the same piece, one on each host, exchange
     its sums by a `MessageExchange`. Then each host gathers the results.
 
     Args:
@@ -264,16 +256,12 @@ class HostsExchange(HostExchange):
     """
 
     def __init__(self, options: Options, comm: Comm, specs: Sequence[TensorSpec], open_messages: OpenMessages):
-        hosts = list(dict.fromkeys(comm.hosts))
-        members = [[rank for rank, name in enumerate(comm.hosts) if name == host] for host in hosts]
-        self._host = hosts.index(comm.hosts[comm.rank])
+        local, between = divide_by_host(comm)
         self._rank = comm.rank
-        self._position, self._count = members[self._host].index(comm.rank), len(members[self._host])
-        local = comm.divide(self._host, self._position, "the ranks of a host")
-        between = comm.divide(self._position, self._host, "the hosts")
+        self._position, self._count = local.rank, local.size
+        self._host, self._hosts = between.rank, between.size
         # Numbers in reports, of the ranks of this host.
         self._world_ranks = local.world_ranks
-        self._hosts = between.size
         self._channel = local.channel("the updates within a host")
 
         target = options.target_density
@@ -341,7 +329,9 @@ class HostsExchange(HostExchange):
         begin = now()
         self._sums.publish(tensors)
         seconds = now() - begin
-        arrived = self._channel.exchange([int(not step_input.finite), *_words_of(step_input.sample)])
+        samples = step_input.sample
+        words = words_of(np.concatenate([np.ravel(s) for s in samples]), np.float32) if samples else []
+        arrived = self._channel.exchange([int(not step_input.finite), *words])
         self.telemetry.waiting += arrived.waited
         sample = _common(step_input.sample, arrived.headers[:, 1:])
         begin = now()
@@ -489,24 +479,12 @@ class HostsExchange(HostExchange):
         return rest | {f"codec.{k}": v for k, v in piece.items()}
 
 
-def _words_of(sample: Sequence[np.ndarray] | None) -> list[int]:
-    """Return the sample of a rank's gradients, two float32 in an integer."""
-    if not sample:
-        return []
-    flat = np.concatenate([np.ravel(s) for s in sample])
-    words = np.zeros(-(-flat.size // 2) * 2, np.float32)
-    with np.errstate(over="ignore"):
-        words[: flat.size] = flat
-    found: list[int] = words.view(np.int64).tolist()
-    return found
-
-
 def _common(sample: Sequence[np.ndarray] | None, words: np.ndarray) -> list[np.ndarray] | None:
     """Return the samples of a host's ranks as one; None without samples.
 
     Args:
         sample: sample of this rank.
-        words: results of `_words_of` of all ranks.
+        words: results of `words_of` of all ranks, of float32.
     """
     if not sample:
         return None

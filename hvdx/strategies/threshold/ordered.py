@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from hvdx.comm import Comm, waiting
-from hvdx.comm.alignment import aligned
+from hvdx.comm.memory import aligned
 from hvdx.comm.waiting import LIMIT_VARIABLE, Backoff
 from hvdx.costs.link import probe
 from hvdx.errors import ExchangeError, UpdateError, WireError
-from hvdx.strategies.base import TensorSpec, refuse_several, views
-from hvdx.strategies.host import MAX_SKIPPED_STEPS, HostExchange, StepInput
+from hvdx.strategies.contract import TensorSpec, refuse_several, views
+from hvdx.strategies.host_exchange import MAX_SKIPPED_STEPS, HostExchange, StepInput
 from hvdx.strategies.step import RESIDUAL_EVERY, count_entries, saved_step
 from hvdx.strategies.telemetry import StaleTelemetry
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
+from hvdx.strategies.threshold.gradient_noise import words_of
 from hvdx.strategies.threshold.options import Options
-from hvdx.strategies.threshold.routes.all_gather import words_of
-from hvdx.strategies.threshold.routes.replica import SEQUENCER, Replica
-from hvdx.strategies.threshold.routes.session_mailbox import HEADER_BYTES, Payload, Session, session_mailbox_of
+from hvdx.strategies.threshold.replica import SEQUENCER, Replica
+from hvdx.strategies.threshold.session_mailbox import HEADER_BYTES, Payload, Session, session_mailbox_of
 from hvdx.strategies.threshold.states import whole_residual
 
 # Bytes that may be in flight in any case.
@@ -246,12 +246,11 @@ class OrderedExchange(HostExchange):
         count_entries(self.telemetry, encoded, self._n)
         size = self._comm.size
         samples = step_input.sample if size > 1 else None
-        flat = np.concatenate([np.ravel(s) for s in samples]) if samples else None
-        sample = np.array(words_of(flat), np.int64).view(np.uint8)
+        words = words_of(np.concatenate([np.ravel(s) for s in samples])) if samples else []
+        sample = np.array(words, np.int64).view(np.uint8)
         factor = np.float64(1.0 / size * self.encoder.correction(size))
         # A copy: the codec may use the memory of the message again, before the message has left.
-        words = [sample.size, int(factor.view(np.int64))]
-        return Payload(words, np.concatenate([sample, encoded.message]))
+        return Payload([sample.size, int(factor.view(np.int64))], np.concatenate([sample, encoded.message]))
 
     def _skip(self, reason: str) -> None:
         rank = self._comm.rank
@@ -263,12 +262,7 @@ class OrderedExchange(HostExchange):
         )
 
     def _wait(self, awaited: Callable[[], list[int]], what: str) -> float:
-        """Apply messages until no rank is awaited; return the seconds of waiting.
-
-        Args:
-            awaited: function that returns the awaited ranks.
-            what: purpose, for error messages.
-        """
+        """Apply messages until no rank is awaited; return the seconds of waiting."""
         session, backoff, limit, spent = self._open, Backoff(), self._comm.patience, 0.0
         begin = since = time.monotonic()
         seen, waits = session.packets, False
@@ -385,9 +379,6 @@ class OrderedExchange(HostExchange):
 
         All ranks apply the messages in one order, so the weights of the rank that has applied the most contain those of
         every other one. All go on with these. A message that they do not contain returns to the residual of its sender.
-
-        Args:
-            finished: whether this rank has finished it.
         """
         comm, session = self._comm, self._open
         while True:
@@ -411,11 +402,7 @@ class OrderedExchange(HostExchange):
         return False
 
     def _take_back(self, applied: int) -> None:
-        """Return own messages to the residual, except those that the weights contain.
-
-        Args:
-            applied: number of this rank's messages in the weights.
-        """
+        """Return own messages to the residual, except those that the weights contain."""
         bodies = [payload.body[payload.words[_SAMPLE] :] for payload, number, _ in self._own if number >= applied]
         if bodies:
             flat = np.zeros(self._n, np.float32)

@@ -7,7 +7,7 @@ import numpy as np
 from hvdx.errors import ConfigError
 from hvdx.strategies.threshold.shards import Shards
 
-#: Prefix of the state of a shard in a saved state of `routes.sharded`, and its number of ranks.
+#: Prefix of the state of a shard in a saved state of `ShardedRoute`, and its number of ranks.
 OWNER, OWNERS = "owner.", "owner.ranks"
 
 

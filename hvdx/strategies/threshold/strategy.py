@@ -18,7 +18,7 @@ from hvdx.costs.model import Situation
 from hvdx.costs.types import Prediction
 from hvdx.errors import ConfigError
 from hvdx.log import Log
-from hvdx.strategies.base import (
+from hvdx.strategies.contract import (
     SecondMoments,
     Strategy,
     TensorSpec,
@@ -27,9 +27,9 @@ from hvdx.strategies.base import (
     one_of,
     refuse_unless_it_survives,
 )
-from hvdx.strategies.host import HostExchange
-from hvdx.strategies.serving.step_client import StepClient
-from hvdx.strategies.threshold import costs, states
+from hvdx.strategies.host_exchange import HostExchange
+from hvdx.strategies.serving.client import StepClient
+from hvdx.strategies.threshold import prediction, states
 from hvdx.strategies.threshold.options import Options, parse_warmup
 
 _log = Log(__name__)
@@ -240,7 +240,7 @@ class Threshold(Strategy):
         if why and comm.rank == 0:
             _log.warning(f"every update crosses from the GPU to the host. {why}")
         # Imported here because it imports Numba, which other strategies do not need.
-        from hvdx.strategies.threshold.opening import open_exchange
+        from hvdx.strategies.threshold.routes import open_exchange
 
         count, options = self._ranks_to_sum(comm.hosts), self.options
         if comm.survives:
@@ -301,7 +301,7 @@ class Threshold(Strategy):
 
     def predict(self, situation: Situation) -> Prediction | None:
         """Predict the steps after the warm-up; None for a fixed tau, whose density depends on the updates."""
-        return costs.predict(self.options, situation)
+        return prediction.predict(self.options, situation)
 
     def merge(self, saved: Sequence[Mapping[str, np.ndarray]], rank: int, size: int) -> dict[str, np.ndarray]:
         """Distribute the saved residuals over the ranks, so that their sum stays the same."""

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdx.keras.adapters import second_moments
 from hvdx.keras.weight_parts import WeightPart, mark
-from hvdx.strategies.threshold.noise import SAMPLE
+from hvdx.strategies.threshold.gradient_noise import SAMPLE
 
 
 class OwnStep(keras.optimizers.Adam):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from hvdx.comm import Message
-from hvdx.comm.base import HEADER_WORDS
+from hvdx.comm.interfaces import HEADER_WORDS
 from hvdx.strategies.serving.messages import MessageType, SessionConfig
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from hvdx.comm import Message
-from hvdx.comm.base import HEADER_WORDS
+from hvdx.comm.interfaces import HEADER_WORDS
 from hvdx.strategies.serving.messages import MessageType, SessionConfig
-from hvdx.strategies.serving.request_handler import RequestHandler
+from hvdx.strategies.serving.server import RequestHandler
 from tests.strategies.serving.messages import opening
 
 WORKERS = SERVERS = 2

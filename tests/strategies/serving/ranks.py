@@ -12,8 +12,7 @@ from hvdx.comm.local import virtual_world
 from hvdx.strategies import TensorSpec
 from hvdx.strategies.serving import client
 from hvdx.strategies.serving.messages import SERVER_BOX
-from hvdx.strategies.serving.request_handler import RequestHandler
-from hvdx.strategies.serving.server import serve
+from hvdx.strategies.serving.server import RequestHandler, serve
 
 SHAPES = ((3, 4), (), (0, 2), (7,))
 SPECS = [TensorSpec(f"variable {i}", shape, 4) for i, shape in enumerate(SHAPES)]

@@ -16,8 +16,7 @@ from hvdx.errors import ExchangeError
 from hvdx.strategies.serving import client
 from hvdx.strategies.serving.client import ServerClient
 from hvdx.strategies.serving.messages import SERVER_BOX, WORKER_BOX, MessageType, SessionConfig
-from hvdx.strategies.serving.request_handler import RequestHandler
-from hvdx.strategies.serving.server import serve
+from hvdx.strategies.serving.server import RequestHandler, serve
 from tests.strategies.serving.messages import message, opening
 
 

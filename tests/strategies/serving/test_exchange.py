@@ -1,6 +1,6 @@
 """Trainings on virtual ranks: the weights hold each pushed update exactly once, and every wait ends."""
 
-# Tests: hvdx/strategies/base.py, hvdx/strategies/serving/worker_sessions.py
+# Tests: hvdx/strategies/contract.py, hvdx/strategies/serving/worker_sessions.py
 
 import random
 import threading
@@ -13,7 +13,7 @@ import pytest
 from hvdx.comm.local import LocalComm, virtual_world
 from hvdx.errors import ConfigError, ExchangeError, HvdxError, ReplicaError
 from hvdx.strategies import ParameterServer, StepInput, TensorSpec
-from hvdx.strategies.base import views
+from hvdx.strategies.contract import views
 from hvdx.strategies.serving.client import client_of
 from tests.strategies.serving.ranks import DOUBLE, SPECS, all_fine, expect_everywhere, flat, run, zeros
 

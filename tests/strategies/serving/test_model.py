@@ -1,6 +1,6 @@
 """Properties that hold in every order of messages, for two workers, two servers and a few steps."""
 
-# Tests: hvdx/strategies/serving/client.py, hvdx/strategies/serving/request_handler.py, hvdx/strategies/serving/shard.py
+# Tests: hvdx/strategies/serving/client.py, hvdx/strategies/serving/server.py, hvdx/strategies/serving/shard.py
 
 import numpy as np
 import pytest

@@ -6,7 +6,7 @@ import pytest
 from hvdx.comm import LocalComm
 from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.threshold.encoder import ThresholdEncoder
-from hvdx.strategies.threshold.noise import GatheredSample
+from hvdx.strategies.threshold.gradient_noise import GatheredSample
 
 SPECS = [TensorSpec("a", (2,), 4), TensorSpec("b", (3,), 4)]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvdx.errors import ConfigError, HvdxError, WireError
 from hvdx.strategies import StepInput, TensorSpec, Threshold
 from hvdx.strategies.threshold.hosts import HostsExchange
-from hvdx.strategies.threshold.opening import adds_up
+from hvdx.strategies.threshold.routes import adds_up
 from tests.strategies.threshold.test_strategy import OPTIONS, flat, restarted, steps_of, update
 from tests.strategies.virtual import ELEMENTS, SPECS, on_hosts
 

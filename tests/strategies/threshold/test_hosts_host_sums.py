@@ -7,7 +7,7 @@ import pytest
 
 from hvdx.comm.local import VirtualChannel
 from hvdx.strategies import Threshold
-from hvdx.strategies.threshold import dealing, hosts
+from hvdx.strategies.threshold import hosts, shards
 from hvdx.strategies.threshold.hosts import MessageSums, SharedSums, open_sums
 from tests.strategies.threshold.test_strategy import OPTIONS, flat, steps_of
 from tests.strategies.virtual import on_all, on_hosts
@@ -36,7 +36,7 @@ def tensors(rank, sizes):
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_have_the_bits_of_a_sum_in_rank_order(name, ranks, way, monkeypatch):
-    monkeypatch.setattr(dealing.Dealing.__init__, "__defaults__", (8,))
+    monkeypatch.setattr(shards.Dealing.__init__, "__defaults__", (8,))
     monkeypatch.setattr(hosts, "_LARGE", 50)
     monkeypatch.setattr(hosts, "_CHUNK", 24)
     sizes = SIZES[name]

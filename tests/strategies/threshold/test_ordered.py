@@ -1,6 +1,6 @@
 """Asynchronous trainings on virtual ranks: each message counts once on every rank, and every wait ends."""
 
-# Tests: hvdx/strategies/threshold/routes/session_mailbox.py
+# Tests: hvdx/strategies/threshold/session_mailbox.py
 
 import random
 import threading
@@ -11,7 +11,7 @@ import pytest
 
 from hvdx.errors import ConfigError, ExchangeError, HvdxError, ReplicaError, WireError
 from hvdx.strategies import StepInput, TensorSpec, Threshold, parse
-from hvdx.strategies.threshold.routes import replica
+from hvdx.strategies.threshold import replica
 from tests.strategies.serving.ranks import DOUBLE, SPECS, all_fine, expect_everywhere, flat, run, zeros
 
 ELEMENTS = sum(s.elements for s in SPECS)

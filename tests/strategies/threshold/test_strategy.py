@@ -1,5 +1,4 @@
-# Tests: hvdx/strategies/step.py, hvdx/strategies/threshold/opening.py
-# Tests: hvdx/strategies/threshold/options.py, hvdx/strategies/threshold/routes/all_gather.py
+# Tests: hvdx/strategies/step.py, hvdx/strategies/threshold/options.py, hvdx/strategies/threshold/routes.py
 
 import gc
 import weakref

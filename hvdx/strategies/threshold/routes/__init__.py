@@ -1,1 +1,0 @@
-"""Routes of messages between the ranks."""
