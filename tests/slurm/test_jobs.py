@@ -108,7 +108,7 @@ def test_job_without_environment_in_another_folder_survives_an_early_signal(clus
                  program="python", target=".")  # fmt: skip
     number = cluster.sbatch(script, "--export=NONE")
     # The ranks have begun, are still importing TensorFlow, and do not handle the signal yet.
-    until(lambda: command_lines().count(f"\npython {SCRIPT}") == RANKS)
+    until(lambda: command_lines().count(f"\n{sys.executable} {SCRIPT} . ") == RANKS)
     cluster.ask("scancel", "--batch", "--signal=USR1", str(number))
     assert cluster.wait(number, timeout=180) == "COMPLETED", output(tmp_path)
     assert "after USR1 (exit code 138)" in output(tmp_path)
