@@ -26,7 +26,7 @@ MAY = {
     "report": {"numpy", "matplotlib", "jinja2", "hvdx.errors", "hvdx.foreign", "hvdx.log"},
     "comm": None,
     "keras": {
-        *("numpy", "tensorflow", "keras", "xxhash"),
+        *("numpy", "tensorflow", "jax", "torch", "keras", "xxhash"),
         *("hvdx.strategies", "hvdx.comm", "hvdx.costs", "hvdx.report", "hvdx.errors", "hvdx.log", "hvdx.version"),
         "hvdx.foreign",
         # Checkpoints are written by the functions that write the files of `hvdx average`.

@@ -1,7 +1,6 @@
 """Communicator for the TensorFlow graph without Horovod: each collective calls Python with arrays on the host."""
 
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,19 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvdx.comm import failure, progress
+from hvdx.comm import failure
+from hvdx.comm.array_comm import ArrayComm, marked
 from hvdx.comm.buckets import BucketThread, fill
-from hvdx.comm.interfaces import BufferFor, Channel, Comm, Mailbox, Reduction, T, of_comm
+from hvdx.comm.interfaces import Comm, Reduction
 from hvdx.comm.launcher import usable_cores
 from hvdx.comm.memory import is_aligned
-from hvdx.comm.sums import DenseSums
 from hvdx.comm.tensors import MismatchError, TensorComm
-from hvdx.errors import ConfigError, ExchangeError
+from hvdx.errors import ConfigError
 
 _WIRES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
-class HostGraphComm(TensorComm):
+class HostGraphComm(TensorComm, ArrayComm):
     """Communicator for the graph on top of a host communicator. Creating one is collective.
 
     Horovod matches the ranks' collectives by name; here they are matched by order. A graph runs its collectives in the
@@ -32,32 +31,15 @@ class HostGraphComm(TensorComm):
         comm: communicator on the host, with channels.
     """
 
-    # They change when a rank dies.
-    rank, size = of_comm("rank"), of_comm("size")
-    local_rank, local_size = of_comm("local_rank"), of_comm("local_size")
-    cross_rank, cross_size = of_comm("cross_rank"), of_comm("cross_size")
-    hosts, world_ranks, recoveries = of_comm("hosts"), of_comm("world_ranks"), of_comm("recoveries")
+    mismatch = MismatchError
 
     def __init__(self, comm: Comm):
         prepare()
-        self._comm = comm
-        self.mesh, self.survives = comm.mesh, comm.survives
-        self._dense, self._made = DenseSums(comm), comm.recoveries
+        super().__init__(comm)
         # Within a host, an exchange takes the cores that compute the other gradients. A rank that died in the middle of
         # a bucket would leave the others at different buckets.
-        self._leaves_host = len(set(comm.hosts)) > 1
         self._overlaps = self._leaves_host and not comm.survives and not comm.any_true(_operations_at_once() == 1)
         self._behind = BucketThread(self._sums_once)
-        self._sets: dict[tuple[int, ...], HostGraphComm | None] = {}
-
-    def complete(self, work: Callable[[], T]) -> T:
-        return self._comm.complete(work)
-
-    def all_gather_object(self, value: T, what: str) -> list[T]:
-        return self._comm.all_gather_object(value, what)
-
-    def all_reduce_sum(self, vector: np.ndarray, what: str) -> np.ndarray:
-        return self._comm.all_reduce_sum(vector, what)
 
     def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> Sequence[npt.ArrayLike]:
         if tf.executing_eagerly():
@@ -68,22 +50,9 @@ class HostGraphComm(TensorComm):
             result.set_shape(tensor.shape)
         return received
 
-    def any_true(self, mine: bool) -> bool:
-        return self._comm.any_true(mine)
-
-    def channel(self, what: str) -> Channel:
-        return self._comm.channel(what)
-
-    def divide(self, part: int, key: int, what: str) -> Comm:
-        return self._comm.divide(part, key, what)
-
-    def mailbox(self, box: int, buffer_for: BufferFor | None = None) -> Mailbox:
-        return self._comm.mailbox(box, buffer_for)
-
     def close(self) -> None:
-        """Close the channels of the all-reduce; the host communicator stays open."""
         self._behind.close()
-        self._dense.close()
+        super().close()
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor | tf.IndexedSlices], how: Reduction, name: str
@@ -121,7 +90,7 @@ class HostGraphComm(TensorComm):
         else:
 
             def sums(vectors: Sequence[np.ndarray]) -> Sequence[npt.ArrayLike]:
-                found = self._sums(_marked(vectors, marks), after)
+                found = self._sums(marked(vectors, marks), after)
                 self._check_marks(found[len(vectors) :], after)
                 return ()
 
@@ -137,7 +106,7 @@ class HostGraphComm(TensorComm):
         def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
             def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
                 own_marks = marks if number == len(buckets) - 1 else ""
-                self._behind.give(number, _marked(vectors, own_marks), scale())
+                self._behind.give(number, marked(vectors, own_marks), scale())
                 return [np.int64(number)]
 
             return work
@@ -158,44 +127,6 @@ class HostGraphComm(TensorComm):
             given += _call(give(number), [_sequence().read_value(), *vectors], [tf.int64], stateful=False)
         taken = _call(take, given, [tf.int64, *(sent[i].dtype for i in copied)], copy_results=False)
         return _after(mine, taken, dict(zip(copied, taken[1:], strict=True)))
-
-    def _check_marks(self, sums: Sequence[np.ndarray], scale: Callable[[], float]) -> None:
-        """Raise ExchangeError if the sums of the ranks' marks tell that not all are at one position.
-
-        Args:
-            sums: sums of `_marked`, or nothing.
-            scale: factor on them.
-        """
-        for total in sums:
-            # Float16 and bfloat16 round a sum of many ranks.
-            if np.abs(total.astype(np.float64)).min() / scale() < self.size - 1 - self.size / 256:
-                raise ExchangeError(
-                    f"the all-reduce: the workers are in different steps, this one in {progress.here().place or 'none'}"
-                    ". A step that only some workers take would be added to another step of the others. Do: decide by "
-                    "hvdx.keras.combine(value), which is the same on all workers."
-                )
-
-    def _sums(self, vectors: Sequence[np.ndarray], scale: Callable[[], float]) -> Sequence[np.ndarray]:
-        """Replace vectors by their sums over the ranks, and return them; the factor is read after each death."""
-        if not self.survives:
-            return self._comm.complete(lambda: self._sums_once(vectors, scale()))
-        # After a death, the addends are needed once more.
-        found = self._comm.complete(lambda: self._sums_once([v.copy() for v in vectors], scale()))
-        for vector, total in zip(vectors, found, strict=True):
-            vector[...] = total
-        return vectors
-
-    def _sums_once(self, vectors: Sequence[np.ndarray], scale: float) -> Sequence[np.ndarray]:
-        """Replace vectors by their sums over the ranks, with one collective per dtype, and return them."""
-        self._renew()
-        for dtype in sorted({v.dtype for v in vectors}, key=str):
-            self._dense.add_up([v for v in vectors if v.dtype == dtype], scale, _cast)
-        return vectors
-
-    def _renew(self) -> None:
-        """Open the channels of the ranks that are left."""
-        if self._made != self._comm.recoveries:
-            self._dense, self._made = DenseSums(self._comm), self._comm.recoveries
 
     def _gather_slices(self, slices: tf.IndexedSlices, how: Reduction, name: str) -> tf.IndexedSlices:
         """Gather rows and indices in one unit, so that they come from the same ranks; see `TensorComm`."""
@@ -227,15 +158,6 @@ class HostGraphComm(TensorComm):
         rows.set_shape([None, *tensor.shape[1:]])
         return rows
 
-    def _gathered(self, rows: np.ndarray) -> list[np.ndarray]:
-        return [np.concatenate(self._parts(rows))]
-
-    def _parts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the rows of each rank: views, which the next exchange overwrites."""
-        received = self._dense.everyone.exchange([len(rows)], rows.reshape(-1).view(np.uint8))
-        parts = zip(received.headers[:, 0], received.messages, strict=True)
-        return [m.view(rows.dtype).reshape(n, *rows.shape[1:]) for n, m in parts]
-
     def all_to_all(self, tensor: tf.Tensor, splits: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         def work(rows: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
             def unit() -> list[np.ndarray]:
@@ -249,21 +171,15 @@ class HostGraphComm(TensorComm):
         counts.set_shape(splits.shape)
         return rows, counts
 
-    def _exchanged(self, rows: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-        everyone = self._dense.everyone
-        fits = len(counts) == everyone.size and counts.min() >= 0 and counts.sum() == len(rows)
-        # A rank whose numbers do not fit says so to all, which would wait for it otherwise.
-        sent = counts.astype(np.int64) if fits else np.full(everyone.size, -1)
-        came = everyone.all_to_all_rows(sent.reshape(-1, 1))[:, 0]
-        if came.min() < 0:
-            raise MismatchError(
-                f"splits: expected {everyone.size} numbers of rows that add up to those of the tensor, got others on "
-                f"rank {self.world_ranks[int(came.argmin())]}. Do: give one for each rank."
-            )
-        width = rows.itemsize * math.prod(rows.shape[1:])
-        parts = np.split(rows.reshape(-1).view(np.uint8), np.cumsum(sent)[:-1] * width)
-        received = np.concatenate(everyone.all_to_all(parts, (came * width).tolist()))
-        return [received.view(rows.dtype).reshape(came.sum(), *rows.shape[1:]), came.astype(np.int32)]
+    @staticmethod
+    def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Return an array as a new one of another dtype."""
+        if "float16" not in (values.dtype.name, dtype.name):
+            # ml_dtypes casts bfloat16 faster than TensorFlow; NumPy casts small float16 forty times more slowly.
+            return values.astype(dtype)
+        with tf.device("CPU:0"):
+            cast: np.ndarray = tf.cast(values, dtype).numpy()
+        return cast
 
     def check_call(self, call: str, tensors: Sequence[tf.Tensor]) -> None:
         def check(*shapes: np.ndarray) -> list[np.int64]:
@@ -284,23 +200,6 @@ class HostGraphComm(TensorComm):
             check(*(t.shape for t in tensors))
         else:
             on_host(check, [tf.shape(t) for t in tensors], [tf.int64])
-
-    def subset(self, ranks: Sequence[int]) -> "HostGraphComm | None":
-        key, mine = tuple(ranks), self.rank in ranks
-        if key not in self._sets:
-            some = self._comm.divide(int(mine), self.rank, "a process set")
-            self._sets[key] = HostGraphComm(some) if mine else None
-        return self._sets[key]
-
-
-def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return an array as a new one of another dtype."""
-    if "float16" not in (values.dtype.name, dtype.name):
-        # ml_dtypes casts bfloat16 faster than TensorFlow; NumPy casts small float16 forty times more slowly.
-        return values.astype(dtype)
-    with tf.device("CPU:0"):
-        cast: np.ndarray = tf.cast(values, dtype).numpy()
-    return cast
 
 
 def _operations_at_once() -> int:
@@ -520,11 +419,6 @@ def in_order(operation: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
         with tf.control_dependencies(results):
             sequence.assign_add(1)
     return results
-
-
-def _marked(vectors: Sequence[np.ndarray], name: str) -> Sequence[np.ndarray]:
-    """Return the vectors, and behind them marks of this rank's position if there is a name; see `progress.signs`."""
-    return [*vectors, progress.signs(name).astype(vectors[0].dtype)] if name else vectors
 
 
 @functools.cache

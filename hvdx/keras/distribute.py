@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdx.comm import Comm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras import backend
 from hvdx.keras.adapters import finite
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.rank_local import Owner, declared, rank_local_ids
@@ -25,6 +26,7 @@ from hvdx.keras.fit.positions import all_gather_at
 from hvdx.keras.fit.record import Costs, Record
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.state import Declared, State
+from hvdx.keras.fit.stepped_attachment import SteppedAttachment
 from hvdx.keras.fit.sync_callback import Schedules, SyncCallback
 from hvdx.keras.gathering import PlainCopies
 from hvdx.keras.joining import join
@@ -350,7 +352,8 @@ class Distribute(Parts):
         strategy.check(comm)
         refuse_unless_it_survives(strategy, comm)
         self.check_every, self._comm, self._limit = check_every, comm, limit
-        self._attachment = attachment = Attachment(comm, strategy, recording)
+        kind = Attachment if backend.name() == "tensorflow" else SteppedAttachment
+        self._attachment = attachment = kind(comm, strategy, recording)
         self._counting = counting = Counting(comm, attachment, recording)
         self._costs = costs = Costs(comm, counting, attachment)
         self._sync = sync = SyncCallback(comm, counting, attachment, self)
@@ -448,6 +451,7 @@ class Distribute(Parts):
         self._survival.take_over(None)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._attachment.show_weights(isinstance(self.check_every, int) or self._sync.has_others)
         super().on_train_batch_end(batch, logs)
         self._survival.take_over(self._counting.epoch)
 

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from types import UnionType
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
+from hvdx.keras import backend
 from hvdx.keras.types import Variable
 
 
@@ -68,6 +70,8 @@ def view_of(variable: Variable) -> np.ndarray:
         >>> view_of(tf.Variable(1.5, dtype=tf.bfloat16)).dtype.name
         'bfloat16'
     """
+    if backend.name() != "tensorflow":
+        return np.asarray(keras.ops.convert_to_numpy(variable.value))
     tensor = tf.convert_to_tensor(variable)
     # `numpy` copies, and NumPy itself does not take a scalar of bfloat16.
     return np.asarray(tensor) if tensor.shape.rank else np.asarray(tensor.numpy(), tensor.dtype.as_numpy_dtype)

@@ -14,6 +14,10 @@ from hvdx.errors import LaunchError
 _SCRATCH_BYTES = 1 << 18
 
 
+#: Backends of Keras on which hvdx trains; hvdx.keras has the same, and would load Keras here.
+_BACKENDS = ("tensorflow", "jax", "torch")
+
+
 def check_start(words: Sequence[str], command: str) -> None:
     """Check the program of the workers, and the environment that they will have.
 
@@ -23,10 +27,10 @@ def check_start(words: Sequence[str], command: str) -> None:
         ConfigError: if `HVDX_STRATEGY` is no strategy.
     """
     backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
-    if backend != "tensorflow":
+    if backend not in _BACKENDS:
         raise LaunchError(
-            f"{command}: KERAS_BACKEND={backend}: expected tensorflow, on which alone hvdx trains. Do: unset "
-            "KERAS_BACKEND, or KERAS_BACKEND=tensorflow."
+            f"{command}: KERAS_BACKEND={backend}: expected one of {', '.join(_BACKENDS)}, on which hvdx trains. Do: "
+            "unset KERAS_BACKEND, or KERAS_BACKEND=tensorflow."
         )
     if _reads_its_script_from_stdin(words):
         raise LaunchError(

@@ -85,7 +85,7 @@ def tensorflow(found: Finding) -> Check:
 
 
 def keras(found: Finding) -> Check:
-    """Check that Keras is 3.6 or later and uses the TensorFlow backend."""
+    """Check that Keras is 3.6 or later, and has a backend on which hvdx trains."""
     version = found.facts.get("keras")
     if version is None:
         why = found.failure if "tensorflow" in found.facts else "not tried, as TensorFlow fails"
@@ -93,11 +93,12 @@ def keras(found: Finding) -> Check:
     numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
     if numbers < [3, 6]:
         return Check("Keras", "problem", f"{version}; hvdx requires 3.6 or later", "pip install 'keras>=3.6'")
-    backend = found.facts.get("backend")
-    if backend != "tensorflow":
+    backend = str(found.facts.get("backend"))
+    name = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}.get(backend)
+    if name is None:
         remedy = "export KERAS_BACKEND=tensorflow, or set it in ~/.keras/keras.json"
         return Check("Keras", "problem", f"{version} on the {backend} backend", remedy)
-    return Check("Keras", "ok", f"{version} on TensorFlow")
+    return Check("Keras", "ok", f"{version} on {name}")
 
 
 def _numba(found: Finding) -> list[Check]:

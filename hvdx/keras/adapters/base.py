@@ -84,8 +84,11 @@ class Adapter:
         self.record: Callable[[Call], None] | None = None
         self._accumulates = False
         self._settled = 0
+        self.steps = self._counter()
+
+    def _counter(self) -> tf.Variable:
         with tf.device("CPU:0"):
-            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+            return tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def open_exchange(self, variables: Sequence[Variable], specs: Sequence[TensorSpec]) -> Exchange[Any]:
         """Open the exchange of variables with the ranks that hold the same ones. Collective on the host.

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
+from hvdx.keras import backend
 from hvdx.keras.adapters.base import values_of, with_values
 from hvdx.keras.types import Gradient, Variable
+from hvdx.keras.variables import view_of
 from hvdx.log import Log
 
 _log = Log(__name__)
@@ -66,6 +69,8 @@ def bad_flags(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 def are_bad(weights: Sequence[Variable]) -> list[bool]:
     """Return for each of some weights whether it holds NaN or infinity."""
+    if backend.name() != "tensorflow":
+        return [not np.isfinite(view_of(v)).all() for v in weights]
     flags = bad_flags([tf.convert_to_tensor(v) for v in weights]).numpy() if weights else []
     return [bool(flag) for flag in flags]
 

@@ -17,6 +17,8 @@ from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
+from hvdx.keras import backend
+from hvdx.keras.adapters import stepped
 from hvdx.keras.adapters.base import Adapter, refuse_xla, values_of, with_values
 from hvdx.keras.adapters.graph import AveragingAdapter, GraphAdapter
 from hvdx.keras.adapters.host import HostAdapter
@@ -136,6 +138,8 @@ def _make_adapter(
     strategy: Strategy, optimizer: keras.optimizers.Optimizer, name: str, gain: float, comm: Comm | None
 ) -> Adapter:
     """Make the adapter for a strategy; start the engine if the strategy runs in the graph."""
+    if backend.name() != "tensorflow":
+        return stepped.make(strategy, optimizer, name, gain, comm)
     kind = _ADAPTERS.get((strategy.runs, strategy.placement))
     if strategy.may_wait and kind is HostAdapter:
         if innermost(optimizer).use_ema:

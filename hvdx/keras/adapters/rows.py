@@ -13,13 +13,19 @@ Keras also weighs by rows, is the loss of one process.
 from collections.abc import Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.host_graph import on_host
 from hvdx.comm.interfaces import Reduction
 from hvdx.errors import ConfigError
+from hvdx.keras import backend
+from hvdx.keras.backends import stepped
 from hvdx.keras.types import Structure
+
+#: Dtype of numbers of rows; JAX has no float64.
+COUNT = "float32" if backend.name() == "jax" else "float64"
 
 
 def rows_of(data: Structure) -> tf.Tensor:
@@ -52,9 +58,16 @@ def total(comm: Comm, numbers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor
 
     Args:
         comm: the ranks.
-        numbers: float64 scalars.
+        numbers: scalars of the dtype `COUNT`.
         name: name of the collective, the same on all ranks.
     """
+    if backend.name() != "tensorflow":
+
+        def add_up(vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
+            return [comm.all_reduce_sum(v.astype(np.float64), name).astype(v.dtype) for v in vectors]
+
+        (sums,) = stepped().on_host(add_up, [keras.ops.stack(list(numbers))])
+        return [sums[i] for i in range(len(numbers))]
     with tf.device("CPU:0"):
         mine = tf.stack(list(numbers))
         if isinstance(comm, GraphComm):

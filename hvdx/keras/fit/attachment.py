@@ -306,6 +306,13 @@ class Attachment(Part):
         adapter.reset()
         return adapter
 
+    def show_weights(self, needed: bool) -> None:
+        """Make the model's variables hold their values before the other parts end a step; here they always do.
+
+        Args:
+            needed: whether parts read them in each step.
+        """
+
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Restart the compute timers, and number the steps anew."""
         if self._idling is not None:

@@ -4,6 +4,7 @@
 loss that is a mean over the rows, as most are. A rank that has no batch left takes part in the steps of the others.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,15 +12,16 @@ import keras
 import tensorflow as tf
 
 from hvdx.comm import Comm
+from hvdx.keras import backend
 from hvdx.keras.adapters import rows
 from hvdx.keras.adapters.base import ROWS, Call
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.fit import data
 from hvdx.keras.seams.frames import epoch_iterator
-from hvdx.keras.seams.iterators import batch_size_of, dataset_of, epoch_is_one_pass, last_batch_of
+from hvdx.keras.seams.iterators import arrays_of, batch_size_of, dataset_of, epoch_is_one_pass, last_batch_of
 from hvdx.keras.seams.losses import is_builtin, weights_of
 from hvdx.keras.seams.replacing import Method
-from hvdx.keras.types import Gradient, Variable
+from hvdx.keras.types import Gradient, TensorLike, Variable
 from hvdx.strategies import Strategy
 from hvdx.strategies.contract import EACH_STEP
 
@@ -32,7 +34,7 @@ class Batches(NamedTuple):
         full: rows of a full batch; None if they are unknown.
         last: rows of the last batch; None if batches may have any number of rows.
         fixed: whether the number of rows is part of the shapes.
-        shapes: shapes of the tensors of a batch without their rows.
+        shapes: shapes of the tensors of a batch without their rows; None if a step may have others.
         one_pass: whether an epoch is one pass through the data.
     """
 
@@ -40,7 +42,7 @@ class Batches(NamedTuple):
     full: int | None
     last: int | None
     fixed: bool
-    shapes: tuple[str, ...]
+    shapes: tuple[str, ...] | None
     one_pass: bool
 
 
@@ -75,7 +77,13 @@ def of(callback: keras.callbacks.Callback) -> Batches:
     full = shapes[0][0] if fixed else batch_size_of(iterator) or data.batch_size(dataset)
     last = full if fixed else last_batch_of(iterator)
     one_pass = iterator is not None and epoch_is_one_pass(iterator)
-    return Batches(steps, full, last, fixed, tuple(str(s[1:]) for s in shapes), one_pass)
+    known: tuple[str, ...] | None = tuple(str(s[1:]) for s in shapes)
+    if backend.name() != "tensorflow":
+        # There a step shows the shapes of its own batch, and a graph of TensorFlow those of all.
+        arrays = [a.shape for a in keras.tree.flatten(arrays_of(iterator)) if a is not None]
+        still = all(s[1:].is_fully_defined() for s in shapes)
+        known = None if not (still and (shapes or arrays)) else known or tuple(str(s[1:]) for s in arrays)
+    return Batches(steps, full, last, fixed, known, one_pass)
 
 
 def agreed(offered: Sequence[Batches], may_idle: bool) -> Plan:
@@ -85,7 +93,7 @@ def agreed(offered: Sequence[Batches], may_idle: bool) -> Plan:
     return Plan(
         even=first.last is not None and len({(b.steps, b.full, b.last) for b in offered}) == 1,
         fixed=all(b.fixed for b in offered),
-        alike=len({b.shapes for b in offered}) == 1,
+        alike=first.shapes is not None and len({b.shapes for b in offered}) == 1,
         full=float(max((b.full or 0 for b in offered), default=0) or ROWS),
         steps=steps,
         idles=may_idle and len(set(steps)) > 1 and min(steps) > 0 and all(b.one_pass for b in offered),
@@ -131,9 +139,9 @@ class Losses:
     ) -> tf.Tensor:
         """Reduce the values of a loss as Keras does, and multiply the result by the factor of this rank."""
         reduced = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-        values = tf.convert_to_tensor(values)
+        values = keras.ops.convert_to_tensor(values)
         # A number already is a mean over the rows, or nobody knows.
-        if self._together and values.shape.rank != 0:
+        if self._together and tf.TensorShape(values.shape).rank != 0:
             reduced = self._multiplied(reduced, loss, values, sample_weight, mask, reduction)
         return reduced if self._share is None else _with_gradient_times(reduced, self._share)
 
@@ -154,7 +162,7 @@ class Losses:
         if not self._exact:
             return reduced
         # Keras returns an empty batch as it is.
-        reduced = tf.reduce_sum(reduced)
+        reduced = keras.ops.sum(reduced)
         denominator = self._denominator(loss, values, sample_weight, mask, reduction)
         return reduced if denominator is None else self._times(reduced, self._of_mean(denominator))
 
@@ -162,15 +170,15 @@ class Losses:
         """Return the factor of a sum: the number of ranks, or of rows everywhere for each row here."""
         if not self._exact or (self._count is None and not self._comm.survives):
             return float(self._comm.size)
-        mine = self._count if self._count is not None else tf.constant(1.0, tf.float64)
+        mine = self._count if self._count is not None else _count(1.0)
         (everywhere,) = self._total([mine])
-        return tf.math.divide_no_nan(everywhere, mine)
+        return keras.ops.divide_no_nan(everywhere, mine)
 
     def _of_mean(self, denominator: tf.Tensor) -> tf.Tensor:
         """Return the factor of a mean over something else than rows."""
-        count = self._count if self._count is not None else tf.constant(1.0, tf.float64)
+        count = self._count if self._count is not None else _count(1.0)
         all_denominators, all_rows = self._total([denominator, count])
-        return tf.math.divide_no_nan(denominator, all_denominators) * tf.math.divide_no_nan(all_rows, count)
+        return keras.ops.divide_no_nan(denominator, all_denominators) * keras.ops.divide_no_nan(all_rows, count)
 
     def _denominator(
         self, loss: object, values: tf.Tensor, sample_weight: object, mask: object, reduction: str | None
@@ -182,11 +190,11 @@ class Losses:
         """
         if reduction == "mean_with_sample_weight":
             values, weights = weights_of(values, sample_weight, mask, reduction)
-            return _size(values) if weights is None else tf.cast(tf.reduce_sum(weights), tf.float64)
+            return _size(values) if weights is None else _count(keras.ops.sum(weights))
         if mask is not None:
-            mask = tf.cast(mask, tf.float64)
-            return tf.math.divide_no_nan(tf.reduce_sum(mask) * _size(values), _size(mask))
-        of_rows = self._plan.alike and values.shape[1:].is_fully_defined()
+            mask = _count(mask)
+            return keras.ops.divide_no_nan(keras.ops.sum(mask) * _size(values), _size(mask))
+        of_rows = self._plan.alike and tf.TensorShape(values.shape)[1:].is_fully_defined()
         if not (self._standard and is_builtin(loss)):
             # A loss or a step of the user's own may have dropped values, or joined dimensions.
             known = self._plan.fixed and values.shape[0] is not None and not tf.executing_eagerly()
@@ -200,7 +208,7 @@ class Losses:
 
     @staticmethod
     def _times(reduced: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-        return reduced * (tf.cast(factor, reduced.dtype) if isinstance(factor, tf.Tensor) else factor)
+        return reduced * (factor if isinstance(factor, float) else keras.ops.cast(factor, reduced.dtype))
 
 
 class Idling:
@@ -286,6 +294,8 @@ def _name_of_sum(number: int) -> str:
 
 def _with_gradient_times(values: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
     """Return values unchanged, for Keras' metric of the loss, and multiply their gradient by a factor."""
+    if backend.name() != "tensorflow":
+        return values + (factor - 1.0) * (values - keras.ops.stop_gradient(values))
 
     @tf.custom_gradient
     def same(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -294,5 +304,11 @@ def _with_gradient_times(values: tf.Tensor, factor: float | tf.Tensor) -> tf.Ten
     return same(values)
 
 
+def _count(number: TensorLike) -> tf.Tensor:
+    return keras.ops.cast(number, rows.COUNT)
+
+
 def _size(tensor: tf.Tensor) -> tf.Tensor:
+    if backend.name() != "tensorflow":
+        return _count(float(math.prod(tensor.shape)))
     return tf.cast(tf.size(tensor, out_type=tf.int64), tf.float64)

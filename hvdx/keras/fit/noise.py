@@ -13,10 +13,14 @@ import tensorflow as tf
 from hvdx.keras.fit.part import Part
 from hvdx.keras.seams.models import common_generator, layers_of, seed_generators_of
 from hvdx.keras.types import Logs
+from hvdx.keras.variables import view_of
 
 # A state of a layer's generator is [seed, counter]. Keras' seeds have 32 bits of the 64; the rank goes into the others.
+# JAX and PyTorch have 32 bits in all. There the rank goes into the counter, of which 20 bits are left: as many numbers
+# as a million steps draw.
 _SEED_BITS = 32
 _SEED = (1 << _SEED_BITS) - 1
+_COUNTER_BITS, _COUNTER_RANKS = 20, 1 << 11
 # Knuth's multiplicative hash, so that seeds of neighbouring layers and ranks do not meet.
 _HASH = 2654435761
 # In the common generator, Keras maps each of two numbers to (x + 1) * 5387 % 933199, a prime.
@@ -77,7 +81,7 @@ def differ_in_layers(model: keras.Model, rank: int) -> None:
         rank: this rank.
     """
     for state in generators(model):
-        state.assign(of_rank(state.numpy(), rank))
+        state.assign(of_rank(view_of(state), rank))
 
 
 def agree(model: keras.Model) -> None:
@@ -93,13 +97,16 @@ def of_rank(state: np.ndarray, rank: int) -> np.ndarray:
     """Return the state of a layer's generator with another rank.
 
     Args:
-        state: int64[2], seed and counter.
+        state: int64[2], uint32[2] or int32[2], seed and counter.
         rank: rank that draws from it; 0 leaves Keras' seed as it is.
 
     Example:
         >>> of_rank(of_rank(np.array([7, 3]), 1), 0).tolist()
         [7, 3]
     """
+    if state.dtype.itemsize == 4:
+        drawn = int(state[1]) & (1 << _COUNTER_BITS) - 1
+        return np.array([state[0], drawn | rank % _COUNTER_RANKS << _COUNTER_BITS], state.dtype)
     hashed = rank * _HASH & 0x7FFFFFFF
     return np.array([int(state[0]) & _SEED | hashed << _SEED_BITS, state[1]], state.dtype)
 
@@ -117,7 +124,7 @@ def common_of_rank(state: np.ndarray, rank: int) -> np.ndarray:
 
 def _set_common(rank: int) -> None:
     state = common_generator(make=True).state
-    state.assign(common_of_rank(state.numpy(), rank))
+    state.assign(common_of_rank(view_of(state), rank))
 
 
 def seed_graph(rank: int) -> None:

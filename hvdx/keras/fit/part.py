@@ -23,6 +23,11 @@ class Part(keras.callbacks.Callback):
     alone = saves = False
 
     @property
+    def model(self) -> keras.Model:
+        """The model. On JAX the property of Keras would write the state of a step to its variables, even within one."""
+        return self._model
+
+    @property
     def steps_done(self) -> int:
         """Number of steps of the first epoch that were taken before this fit."""
         return 0

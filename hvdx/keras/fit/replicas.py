@@ -12,6 +12,7 @@ from hvdx.comm import Comm
 from hvdx.comm.memory import is_aligned
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ReplicaError
+from hvdx.keras import backend
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.rank_local import declared, rank_local_ids
 from hvdx.keras.optimizer_state import accumulated_gradients
@@ -114,7 +115,7 @@ def broadcast(variables: Sequence[Variable], root: int, comm: Comm) -> None:
         _broadcast_together(variables, root, comm)
         return
     for group in _blocks(variables):
-        if bytes_of(group[0]) > _BLOCK_BYTES:
+        if bytes_of(group[0]) > _BLOCK_BYTES and backend.name() == "tensorflow":
             _broadcast_rows(group[0], root, comm)
         else:
             _broadcast_together(group, root, comm)

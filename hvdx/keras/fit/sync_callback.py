@@ -59,6 +59,11 @@ class SyncCallback(Part):
         self.terminates = False
 
     @property
+    def has_others(self) -> bool:
+        """True if there are parts among the other callbacks, such as `Checkpoint`."""
+        return bool(self._others)
+
+    @property
     def steps(self) -> int | None:
         """Number of steps of each rank in an epoch, or None if unknown."""
         return self._limit or self.params.get("steps")

@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdx import comm as world
 from hvdx.comm import GraphComm
 from hvdx.comm.interfaces import Reduction
+from hvdx.keras import backend
 from hvdx.keras.horovod.collectives import name_of
 from hvdx.keras.seams.layers import CombinedBatchNormalization
 
@@ -41,6 +42,7 @@ class SyncBatchNormalization(CombinedBatchNormalization):
     def __init__(self, fused: bool = False, **options: object):
         if fused is not False:
             raise ValueError(f"SyncBatchNormalization: fused: expected False, got {fused!r}. Do: leave it out.")
+        backend.needs_tensorflow("SyncBatchNormalization")
         options.pop("synchronized", None)
         super().__init__(**options)
         self.supports_jit = False

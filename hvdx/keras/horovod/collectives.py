@@ -12,6 +12,7 @@ from hvdx.comm import Comm, GraphComm
 from hvdx.comm.interfaces import Reduction, Wire
 from hvdx.comm.tensors import device_scope
 from hvdx.errors import ConfigError
+from hvdx.keras import backend
 from hvdx.keras.fit import replicas
 from hvdx.keras.horovod.api import (
     Average,
@@ -611,6 +612,7 @@ def _call(function: str, name: str | None, *arguments: str) -> str:
 
 
 def _tensor(function: str, value: TensorLike) -> tf.Tensor:
+    backend.needs_tensorflow(function)
     if isinstance(value, tf.IndexedSlices):
         raise UnsupportedError(
             f"{function}: expected a tensor, got tf.IndexedSlices. Do: convert them with tf.convert_to_tensor."

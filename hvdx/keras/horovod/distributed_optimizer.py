@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdx.errors import ConfigError
-from hvdx.keras import separate
+from hvdx.keras import backend, separate
 from hvdx.keras.adapters.base import Adapter, refuse_xla
 from hvdx.keras.adapters.local_variables import LocalVariables, trained_by
 from hvdx.keras.adapters.optimizer import attach
@@ -80,6 +80,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> type(DistributedOptimizer(keras.optimizers.SGD(0.1))).__name__
         'SGD'
     """
+    backend.needs_tensorflow("DistributedOptimizer")
     all_reduce = _all_reduce(
         device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
     )
@@ -177,6 +178,7 @@ class DistributedGradientTape:
         scale_local_gradients: bool = True,
         strategy: Strategy | str | None = None,
     ):
+        backend.needs_tensorflow("DistributedGradientTape")
         all_reduce = _all_reduce(
             device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, num_groups, groups
         )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import keras
 import tensorflow as tf
 
+from hvdx.keras import backend
 from hvdx.keras.seams.replacing import restore
 from hvdx.keras.types import PyDatasetAdapter, Structure
 
@@ -19,19 +20,27 @@ Step: TypeAlias = tuple[int, Iterator[Structure]] | tuple[int, int, Iterator[Str
 
 
 def dataset_of(iterator: EpochIterator) -> tf.data.Dataset | None:
-    """Return the dataset that a fit reads; None if it is unknown.
+    """Return the dataset that a fit reads; None if it is unknown, or if the fit reads other data.
 
-    Relies on: `TFEpochIterator._distributed_dataset`.
+    Relies on: `TFEpochIterator._distributed_dataset`; on JAX and PyTorch `TFDatasetAdapter._dataset`.
     """
-    return getattr(iterator, "_distributed_dataset", None)
+    holder, name = _holder(iterator)
+    return getattr(holder, name, None)
+
+
+def _holder(iterator: EpochIterator) -> tuple[object, str]:
+    """Return the object that holds the dataset of a fit, and the name of its attribute."""
+    if backend.name() == "tensorflow":
+        return iterator, "_distributed_dataset"
+    return getattr(iterator, "data_adapter", None), "_dataset"
 
 
 def read_from(iterator: EpochIterator, dataset: tf.data.Dataset) -> None:
     """Make a fit read another dataset from its next pass on.
 
-    Relies on: `TFEpochIterator` reads `_distributed_dataset` when a pass begins.
+    Relies on: the attribute of `dataset_of` is read when a pass begins.
     """
-    iterator._distributed_dataset = dataset
+    setattr(*_holder(iterator), dataset)
 
 
 def take_steps(iterator: EpochIterator, dataset: tf.data.Dataset, steps: int) -> None:

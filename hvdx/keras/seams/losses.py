@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import keras
 import tensorflow as tf
 
 from hvdx.keras.seams.replacing import Method
@@ -59,9 +60,8 @@ def weights_of(
     """
     module = importlib.import_module(_MODULE)
     if sample_weight is not None:
-        sample_weight = tf.convert_to_tensor(sample_weight, dtype_hint=values.dtype)
-        sample_weight = tf.cast(sample_weight, values.dtype)
+        sample_weight = keras.ops.cast(keras.ops.convert_to_tensor(sample_weight), values.dtype)
     if mask is not None:
-        mask = tf.cast(mask, values.dtype)
+        mask = keras.ops.cast(mask, values.dtype)
     weights = module.apply_mask(sample_weight, mask, dtype=values.dtype, reduction=reduction)
     return (values, None) if weights is None else module.squeeze_or_expand_to_same_rank(values, weights)

@@ -11,7 +11,7 @@ from hvdx.cli.main import main
 @pytest.mark.parametrize(
     ("variable", "value", "named"),
     [
-        ("KERAS_BACKEND", "jax", "KERAS_BACKEND=jax: expected tensorflow"),
+        ("KERAS_BACKEND", "openvino", "KERAS_BACKEND=openvino: expected one of tensorflow, jax, torch"),
         ("HVDX_STRATEGY", "treshold", "did you mean threshold?"),
         ("TMPDIR", "/missing", "TMPDIR: expected a folder with some room for MPI's files, got /missing: No such file"),
     ],

@@ -1,0 +1,514 @@
+"""Adapters for JAX and PyTorch, whose training steps Python calls: gradients within a step, weights between two steps.
+
+An exchange of gradients is a call of Python code within the step. Updates and weights are exchanged after it, so the
+optimiser's own step is left as it is: an update is the difference of the weights to those that all ranks share.
+"""
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import keras
+import numpy as np
+
+from hvdx import comm as world
+from hvdx.comm import Comm, clock
+from hvdx.comm.array_comm import ArrayComm
+from hvdx.comm.interfaces import GraphComm
+from hvdx.errors import ConfigError
+from hvdx.keras import backend
+from hvdx.keras.adapters import second_moments, updates
+from hvdx.keras.adapters.base import Adapter, apply_constraints
+from hvdx.keras.backends import stepped
+from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
+from hvdx.keras.seams.optimizers import step_counter, trained_variables, velocity_of
+from hvdx.keras.types import Gradient, Variable
+from hvdx.keras.variables import dtype_of, is_float, view_of
+from hvdx.strategies import Exchange, HostExchange, StepInput, Strategy, TensorSpec
+from hvdx.strategies.contract import EACH_STEP, Weights
+from hvdx.strategies.parameter_averaging import AveragingExchange
+from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
+
+
+class Count:
+    """A count with the methods of a variable of TensorFlow."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def assign(self, value: object) -> None:
+        """Set the count to a number, or to another count."""
+        self._value = int(value.numpy() if isinstance(value, Count) else cast(int, value))
+
+    def assign_add(self, more: int) -> None:
+        self._value += more
+
+    def numpy(self) -> int:
+        return self._value
+
+
+class SteppedAdapter(Adapter):
+    """Adapter whose steps are counted, and whose exchanges are called, by Python."""
+
+    def __init__(
+        self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
+        super().__init__(name, gain)
+        self.strategy, self.comm = strategy, comm
+        self.logs_cost = strategy.placement == "weights" or strategy.runs == "host"
+        self._optimizer = weakref.ref(optimizer)
+        # Rows of this rank's present step; None if all ranks have as many.
+        self._batch: float | None = None
+
+    def _counter(self) -> Count:
+        return Count()
+
+    def count_step(self) -> None:
+        """Do nothing in the step, which JAX traces once: `meet` counts."""
+        self.stepped = True
+
+    def record_variables(self, variables: Sequence[Variable]) -> None:
+        self.stepped = True
+        self.variables, self.specs = list(variables), [described(v) for v in variables]
+
+    def begin_batch(self, rows: float | None) -> None:
+        """Begin a step with some rows; None if all ranks have as many, and nothing counts them."""
+        self._batch = rows
+
+    def due(self, steps: int) -> bool:
+        """Count steps that were taken, and return whether `meet` is to be called now.
+
+        Args:
+            steps: steps since the last call: more than 1 where several are executed together.
+        """
+        self.steps.assign_add(steps)
+        return False
+
+    def meet(self) -> None:
+        """Exchange between two steps, while the model's variables hold their values. Collective."""
+
+    def share(self) -> float:
+        """Return the weight of this rank in a mean: its rows divided by their mean. Collective if ranks have others."""
+        if self._batch is None or not self.strategy.weighs:
+            return 1.0
+        rows = self.comm.all_reduce_sum(np.array([self._batch]), f"{self.name}.rows")[0]
+        return float(self._batch * self.comm.size / rows) if rows else 0.0
+
+
+class SteppedGradients(SteppedAdapter):
+    """Adapter that combines gradients within the step."""
+
+    def __init__(
+        self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
+        super().__init__(strategy, comm, optimizer, name, gain)
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._exchange: Exchange[np.ndarray] | None = None
+        self._seconds, self._exchanges, self._first_bad = 0.0, 0, (0, "")
+
+    def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Combine gradients over the ranks, and measure the time."""
+        specs = self.specs
+        return stepped().on_host(lambda arrays: self._combine(arrays, specs), gradients)
+
+    def _combine(self, arrays: list[np.ndarray], specs: list[TensorSpec]) -> Sequence[np.ndarray]:
+        bad = first_bad(arrays)
+        if bad >= 0 and not self._first_bad[0]:
+            self._first_bad = self.steps.numpy() + 1, specs[bad].name
+        now = clock.timer()
+        begin = now()
+        weight = self.share()
+        mine = [a if weight == 1.0 else a * a.dtype.type(weight) for a in arrays]
+        exchange = self._opened(specs)
+        if isinstance(exchange, HostExchange):
+            given = StepInput([m.astype(np.float32, copy=False) for m in mine], finite=bad < 0)
+            combined: Sequence[object] = exchange.take(given)
+        else:
+            combined = exchange.step(mine)
+        self._seconds += now() - begin
+        self._exchanges += 1
+        results = [_like(c, a) for c, a in zip(combined, arrays, strict=True)]
+        return [r * r.dtype.type(self.gain) for r in results] if self.gain != 1.0 else results
+
+    def _opened(self, specs: list[TensorSpec]) -> Exchange[np.ndarray]:
+        if self._exchange is None:
+            self._exchange = cast("Exchange[np.ndarray]", self.strategy.open(self.comm, specs, name=self.name))
+        return self._exchange
+
+    @property
+    def exchange(self) -> HostExchange | None:  # type: ignore[override]
+        return self._exchange if isinstance(self._exchange, HostExchange) else None
+
+    def first_bad(self) -> tuple[int, str]:
+        found, self._first_bad = self._first_bad, (0, "")
+        return found
+
+    def cost(self) -> Telemetry:
+        if isinstance(self._exchange, HostExchange):
+            return self._exchange.telemetry
+        sent = self._exchanges * (self._exchange.sent if self._exchange is not None else 0)
+        elements = sum(s.elements for s in self.specs)
+        return Telemetry(steps=self._exchanges, elements=elements, sent=sent, received=sent, exchanging=self._seconds)
+
+
+class SteppedUpdates(SteppedAdapter):
+    """Adapter that combines the updates of the ranks' own optimisers after each step."""
+
+    def __init__(
+        self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
+        updates.check_kind(innermost(optimizer), strategy.placement)
+        if innermost(optimizer).use_ema:
+            raise ConfigError.on_all_ranks(
+                f"optimizer {optimizer.name}: use_ema=True: expected no averages of weights under {strategy!r} on the "
+                f"backend {backend.name()}, where each rank would average its own. Do: AllReduce(), or leave it out."
+            )
+        super().__init__(strategy, comm, optimizer, name, gain)
+        self._exchange: HostExchange | None = None
+        # Weights that all ranks share, from which a step's update is measured, by the `id` of the variable.
+        self._common: dict[int, np.ndarray] = {}
+        # What the step has told: index of the first gradient that is not finite, or -1; and a sample of the gradients.
+        self._bad = -1
+        self._sample: list[np.ndarray] | None = None
+        self._since = 0
+
+    @property
+    def exchange(self) -> HostExchange | None:  # type: ignore[override]
+        return self._exchange
+
+    @property
+    def exchanged(self) -> list[Variable]:
+        return self.variables
+
+    @property
+    def has_state(self) -> bool:
+        return self._exchange is not None
+
+    def rank_local_variables(self, now: bool = True) -> list[Variable]:
+        return slots(innermost(self._optimizer()))
+
+    def reset(self) -> None:
+        super().reset()
+        if self._exchange is not None:
+            self._exchange.reset_telemetry()
+
+    def restart_timer(self) -> None:
+        if self._exchange is not None:
+            self._exchange.restart_timer()
+
+    def begin_epoch(self) -> None:
+        """Measure updates from the present weights: callbacks may have changed them, the same on all ranks."""
+        self._common = {
+            id(v): np.array(view_of(v), np.float32) for v in trained_variables(innermost(self._optimizer()))
+        }
+
+    def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Return this rank's own gradients, with zeros in place of those that are not finite.
+
+        NaN would stay in the momenta of this rank's optimiser. The step is skipped on all ranks.
+        """
+        optimizer, ops = innermost(self._optimizer()), keras.ops
+        fine = [ops.isfinite(ops.sum(g)) for g in gradients]
+        clean = [ops.where(f, g, ops.zeros_like(g)) for f, g in zip(fine, gradients, strict=True)]
+        sizes, parts, decay = [0] * len(clean), [], 0.0
+        if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
+            decay = float(optimizer.rho if isinstance(optimizer, keras.optimizers.RMSprop) else optimizer.beta_2)
+            sizes = second_moments.counts(clean, self.variables)
+            for gradient, variable, count in zip(clean, self.variables, sizes, strict=True):
+                tensors = (gradient, velocity_of(optimizer, variable).value) if count else ()
+                parts += [_some(tensor, count) for tensor in tensors]
+        counter = step_counter(optimizer).value
+        told = [ops.stack(fine), ops.cast(counter, "int32"), *parts]
+        stepped().tell(lambda arrays: self._hear(arrays, sizes, decay), told)
+        return [g * self.gain for g in clean] if self.gain != 1.0 else clean
+
+    def _hear(self, arrays: Sequence[np.ndarray], sizes: Sequence[int], decay: float) -> None:
+        """Keep what the step tells: gradients that are not finite, and elements of the others with their velocities."""
+        fine, counter, *parts = arrays
+        self._bad = -1 if fine.all() else int(np.argmin(fine))
+        if decay:
+            pairs = iter(zip(parts[::2], parts[1::2], strict=True))
+            correction = np.float32(math.sqrt(1.0 - decay ** (int(counter) + 1.0)))
+            none = np.zeros(0, np.float32)
+            self._sample = [_divided(*next(pairs), decay) * correction if n else none for n in sizes]
+
+    def due(self, steps: int) -> bool:
+        super().due(steps)
+        self._since += steps
+        return True
+
+    def meet(self) -> None:
+        """Send the change of the weights since the last exchange, and add the combined one to the shared weights."""
+        now = clock.timer()
+        begin = now()
+        common = [self._common[id(v)] for v in self.variables]
+        changes = [np.subtract(view_of(v), c, dtype=np.float32) for v, c in zip(self.variables, common, strict=True)]
+        weight = self.share()
+        if weight != 1.0:
+            changes = [c * np.float32(weight) for c in changes]
+        given = StepInput(
+            changes,
+            finite=self._bad < 0,
+            blamed=self.specs[self._bad].name if self._bad >= 0 else "",
+            sample=self._sample,
+            preparing=now() - begin,
+            steps=self._since,
+            into=common,
+        )
+        self._opened().take(given)
+        self._sample, self._since, self._bad = None, 0, -1
+        for variable, value in zip(self.variables, common, strict=True):
+            # A tensor could take the memory of the array, which the next step changes.
+            variable.assign(value.astype(dtype_of(variable.dtype), copy=True))
+        apply_constraints(self.variables)
+
+    def _opened(self) -> HostExchange:
+        if self._exchange is None:
+            self._exchange = cast(HostExchange, self.strategy.open(self.comm, self.specs, name=self.name))
+        return self._exchange
+
+    def cost(self) -> Telemetry:
+        return self._exchange.telemetry if self._exchange is not None else Telemetry()
+
+    @property
+    def telemetries(self) -> list[Telemetry]:
+        return [] if self._exchange is None else [self._exchange.telemetry]
+
+    @property
+    def state_key(self) -> str:
+        return f"{self.strategy.name}, {self.strategy.placement}"
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return {} if self._exchange is None else self._exchange.state_dict()
+
+    def reopen(self, variables: Sequence[Variable]) -> None:
+        self.record_variables(variables)
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
+        self._opened()
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        self._opened().load_state_dict(state)
+
+
+class SteppedAverages(SteppedAdapter):
+    """Adapter that lets each rank's optimiser train alone, and averages weights and state at the end of each period."""
+
+    def __init__(
+        self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
+        inner = innermost(optimizer)
+        if strategy.rank_local_state and updates.assigns_weights(inner):
+            raise ConfigError(
+                f"optimizer {type(inner).__name__}: it computes weights from its state, so the next step would undo an "
+                "average of the weights alone. Use ParameterAveraging(average_optimizer=True)."
+            )
+        super().__init__(strategy, comm, optimizer, name, gain)
+        self._exchange: AveragingExchange | None = None
+        # Steps of the optimiser, steps since the last average, and samples in those. JAX keeps the optimiser's own
+        # counter elsewhere in the middle of an epoch.
+        self._taken, self._since, self._samples = 0, 0, 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._averages = self._excluded = 0
+        self._divergence = self._seconds = 0.0
+
+    def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Return this rank's own gradients."""
+        return [g * self.gain for g in gradients] if self.gain != 1.0 else list(gradients)
+
+    def due(self, steps: int) -> bool:
+        super().due(steps)
+        micro = innermost(self._optimizer()).gradient_accumulation_steps or 1
+        begun = (self._taken - self._since) // micro
+        self._taken, self._since = self._taken + steps, self._since + steps
+        self._samples += (self._batch or 0.0) * steps
+        return self._since >= micro * next(p for first, p in reversed(self.strategy.schedule) if begun >= first)
+
+    def begin_epoch(self) -> None:
+        """Read the steps so far, on which the period depends."""
+        self._taken = int(view_of(step_counter(innermost(self._optimizer()))))
+
+    def meet(self) -> None:
+        """Replace weights and state by their means over the ranks. Collective."""
+        inner, now = innermost(self._optimizer()), clock.timer()
+        begin = now()
+        weights, state = self._averaged()
+        variables = [*weights, *state]
+        before = [_for_sum(view_of(v)) for v in variables]
+        fine = first_bad(before) < 0
+        weight = (max(self._samples, _NO_SAMPLES) if self.strategy.counts_samples else 1.0) * fine
+        factors = {dtype: np.array(weight, dtype) for dtype in {b.dtype for b in before}}
+        shares = [b * factors[b.dtype] if fine else np.zeros_like(b) for b in before]
+        with np.errstate(invalid="ignore"):  # NaN on all ranks if all are left out
+            means = [np.asarray(m) for m in self._opened().mean(shares, cast("Weights", factors))]
+        for variable, mean in zip(variables, means, strict=True):
+            variable.assign(mean.astype(dtype_of(variable.dtype), copy=True))
+        # The mean of weights that satisfy a constraint may violate it.
+        apply_constraints(weights)
+        if self.strategy.rank_local_state:
+            _have_local_momenta.add(inner)
+            for variable in () if fine else filter(is_float, slots(inner)):
+                variable.assign(np.nan_to_num(view_of(variable), nan=0.0, posinf=0.0, neginf=0.0))
+        self._averages, self._excluded = self._averages + 1, self._excluded + (not fine)
+        new, old = means[: len(weights)], before[: len(weights)]
+        distance = sum(float(np.square(m - b).sum()) for m, b in zip(new, old, strict=True))
+        norm = sum(float(np.square(m).sum()) for m in new)
+        self._divergence = math.sqrt(distance / norm) if norm else 0.0
+        self._seconds += now() - begin
+        self._since, self._samples = 0, 0.0
+
+    def flush(self) -> None:
+        """Average now, if there were steps since the last average.
+
+        Raises:
+            ReplicaError: on all ranks, if they have taken different numbers of steps.
+        """
+        if self._opened().agree(self._since):
+            self.meet()
+
+    def prepare_broadcast(self) -> None:
+        """Do nothing: an average would change the weights of rank 0."""
+
+    def before_saving(self) -> None:
+        """Do nothing: each rank saves its own weights, and training continues unchanged."""
+
+    def _averaged(self) -> tuple[list[Variable], list[Variable]]:
+        """Return the weights, and the optimiser state that is averaged with them."""
+        inner = innermost(self._optimizer())
+        state = [*moving_averages(inner), *(() if self.strategy.rank_local_state else slots(inner))]
+        return trained_variables(inner), list(filter(is_float, state))
+
+    def _opened(self) -> AveragingExchange:
+        if self._exchange is None or not self._exchange.specs:
+            weights, state = self._averaged()
+            specs = [TensorSpec(s.name, s.shape, max(s.itemsize, 4)) for s in map(described, [*weights, *state])]
+            self._exchange = cast(AveragingExchange, self.strategy.open(self.comm, specs, name=self.name))
+        return self._exchange
+
+    def cost(self) -> Telemetry:
+        exchange = self._opened()
+        sent = self._averages * exchange.sent
+        return AveragingTelemetry(
+            steps=self.steps.numpy(),
+            elements=exchange.elements,
+            sent=sent,
+            received=sent,
+            exchanging=self._seconds,
+            averages=self._averages,
+            divergence=self._divergence,
+            excluded=self._excluded,
+        )
+
+    def rank_local_variables(self, now: bool = True) -> list[Variable]:
+        """Return all weights and optimiser variables; right after an average, only state that is not averaged."""
+        inner = innermost(self._optimizer())
+        if now and not self._since:
+            return slots(inner) if self.strategy.rank_local_state else []
+        local = {id(v) for v in accumulated_gradients(inner)}
+        return [*trained_variables(inner), *(v for v in inner.variables if id(v) not in local)]
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self._since) or (
+            self.strategy.rank_local_state and innermost(self._optimizer()) in _have_local_momenta
+        )
+
+    @property
+    def state_key(self) -> str:
+        return f"{self.strategy.name}, {'own' if self.strategy.rank_local_state else 'averaged'} state"
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return the position in the period; an empty state right after an average, unless momenta are rank-local."""
+        if not self.strategy.rank_local_state and not self._since:
+            return {}
+        return {"since": np.int64(self._since), "samples": np.float32(self._samples)}  # type: ignore[dict-item]
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Resume within a period; an empty state means a position right after an average."""
+        self._since, self._samples = int(state.get("since", 0)), float(state.get("samples", 0.0))
+
+
+# Optimisers with rank-local momenta from an earlier fit.
+_have_local_momenta: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.WeakSet()
+# Sample count of a rank without samples; if no rank has any, all count the same.
+_NO_SAMPLES = 1e-6
+_KINDS: dict[tuple[str, str], type[SteppedAdapter]] = {
+    ("graph", "gradient"): SteppedGradients,
+    ("host", "gradient"): SteppedGradients,
+    ("graph", "weights"): SteppedAverages,
+    ("host", "update"): SteppedUpdates,
+}
+
+
+def make(
+    strategy: Strategy, optimizer: keras.optimizers.Optimizer, name: str, gain: float, comm: Comm | None
+) -> SteppedAdapter:
+    """Make the adapter for a strategy.
+
+    Args:
+        strategy, optimizer, name, gain, comm: see `hvdx.keras.adapters.optimizer.attach`.
+
+    Raises:
+        ConfigError: if hvdx has the strategy, or what the optimiser does, for TensorFlow alone.
+    """
+    comm = comm or world.start()
+    kind = _KINDS.get((strategy.runs, strategy.placement))
+    if kind is None or strategy.asynchronous or strategy.dedicated or strategy.provisional or comm.survives:
+        backend.needs_tensorflow(f"strategy {strategy!r}" + ", HVDX_SURVIVE=1" * comm.survives)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        backend.needs_tensorflow("mixed_float16, a LossScaleOptimizer")
+    if isinstance(comm, GraphComm) and comm.size > 1:
+        comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
+    if strategy.may_wait and strategy.schedule == EACH_STEP:
+        strategy = strategy.in_each_step(f"the backend {backend.name()}")
+    assert kind is not None
+    if strategy.runs == "graph":
+        comm = ArrayComm(comm)
+    return kind(strategy, comm, optimizer, name, gain)
+
+
+def described(variable: Variable) -> TensorSpec:
+    """Return the name, shape and element size of a variable."""
+    return TensorSpec(variable.path, tuple(variable.shape), dtype_of(variable.dtype).itemsize)
+
+
+def first_bad(arrays: Sequence[np.ndarray]) -> int:
+    """Return the index of the first array that holds NaN or infinity; -1 if none does.
+
+    Example:
+        >>> first_bad([np.ones(2), np.array([0.0, np.nan])])
+        1
+    """
+    for i, array in enumerate(arrays):
+        # One pass over the array; a sum of finite numbers may overflow.
+        if not np.isfinite(array.sum()) and not np.isfinite(array).all():
+            return i
+    return -1
+
+
+def _for_sum(values: np.ndarray) -> np.ndarray:
+    return values if values.itemsize >= 4 else values.astype(np.float32)
+
+
+def _like(result: object, array: np.ndarray) -> np.ndarray:
+    return np.asarray(result).astype(array.dtype, copy=False).reshape(array.shape)
+
+
+def _some(tensor: Gradient, count: int) -> Gradient:
+    """Return elements of a tensor at evenly spaced positions, the same in each step."""
+    size = math.prod(tensor.shape)
+    return keras.ops.take(keras.ops.reshape(tensor, [-1]), np.arange(count) * (size // count))
+
+
+def _divided(gradient: np.ndarray, velocity: np.ndarray, decay: float) -> np.ndarray:
+    """Return the gradient divided by the root of its second moment after this step; 0 where that is 0."""
+    root = np.sqrt(decay * velocity.astype(np.float32) + (1.0 - decay) * np.square(gradient, dtype=np.float32))
+    return np.divide(gradient, root, out=np.zeros(gradient.shape, np.float32), where=root > 0)

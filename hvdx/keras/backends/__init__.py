@@ -1,0 +1,14 @@
+"""What differs between JAX and PyTorch, whose training steps Python calls. A step of TensorFlow is a graph.
+
+Each module has the same functions: `on_host`, `tell`, `around`, `sync` and `prepare`.
+"""
+
+import importlib
+from types import ModuleType
+
+from hvdx.keras import backend
+
+
+def stepped() -> ModuleType:
+    """Return the functions of the backend: `hvdx.keras.backends.jax` or `hvdx.keras.backends.torch`."""
+    return importlib.import_module(f"hvdx.keras.backends.{backend.name()}")

@@ -1,0 +1,100 @@
+"""JAX: a training step is compiled, and calls Python code in the order of the program."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import jax
+import keras
+import numpy as np
+from jax.experimental import io_callback
+
+from hvdx.comm import failure
+from hvdx.keras.seams.replacing import Method
+
+T = TypeVar("T")
+
+
+def on_host(work: Callable[[list[np.ndarray]], Sequence[np.ndarray]], tensors: Sequence[jax.Array]) -> list[jax.Array]:
+    """Call Python code with the arrays of some tensors within a training step.
+
+    Args:
+        work: function from arrays, which it may overwrite, to arrays of the same shapes and dtypes.
+        tensors: tensors on any device; no gradient flows through them.
+
+    Returns:
+        The results.
+    """
+
+    def call(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        # JAX' own arrays must not change.
+        return tuple(_kept(lambda: work([np.array(a) for a in arrays])))
+
+    shapes = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in tensors)
+    return list(io_callback(call, shapes, *map(jax.lax.stop_gradient, tensors), ordered=True))
+
+
+def tell(work: Callable[[list[np.ndarray]], None], tensors: Sequence[jax.Array]) -> None:
+    """Call Python code with the arrays of some tensors within a training step, without a result.
+
+    Args:
+        work: function of arrays, which it must not change.
+        tensors: tensors on any device.
+    """
+
+    def call(*arrays: np.ndarray) -> None:
+        _kept(lambda: work([np.asarray(a) for a in arrays]))
+
+    io_callback(call, None, *map(jax.lax.stop_gradient, tensors), ordered=True)
+
+
+def _kept(work: Callable[[], T]) -> T:
+    """Do some work; JAX hides the type of an exception, and cuts its text."""
+    try:
+        return work()
+    except BaseException as error:
+        _raised[:] = [error]
+        failure.remember(error)
+        raise
+
+
+# Exception of Python code in the present step.
+_raised: list[BaseException] = []
+
+
+def around(function: Method, note: Callable[[object], None]) -> Method:
+    """Return a training function that calls `note` with each batch before its step, and waits for the end of the step.
+
+    Without the wait, callbacks would exchange messages while the step still does.
+
+    Args:
+        function: training function that Keras made.
+        note: function of a batch.
+    """
+
+    def noted(batches: Iterator[object]) -> Iterator[object]:
+        for batch in batches:
+            note(batch)
+            yield batch
+
+    def step(state: object, batches: Iterator[object]) -> object:
+        _raised.clear()
+        try:
+            return jax.block_until_ready(function(state, noted(batches)))
+        except Exception:
+            if _raised:
+                raise _raised[0] from None
+            raise
+
+    return step
+
+
+def sync(model: keras.Model) -> None:
+    """Make the model's variables hold their values in the middle of an epoch, in which Keras keeps them elsewhere.
+
+    Relies on: `Model.jax_state_sync`; after it, the next step begins with the variables.
+    """
+    model.jax_state_sync()
+
+
+def prepare(threads: int) -> None:
+    """Do nothing: JAX has as many threads as the process may use cores."""

@@ -1,0 +1,100 @@
+"""The optimisers of a fit on JAX or PyTorch, whose training steps Python calls."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+
+from hvdx.comm import Comm
+from hvdx.comm.launcher import threads_for
+from hvdx.keras.adapters.optimizer import adapter_of, detach, optimizers_of
+from hvdx.keras.adapters.rows import COUNT
+from hvdx.keras.adapters.stepped import SteppedAdapter
+from hvdx.keras.backends import stepped
+from hvdx.keras.fit import batches
+from hvdx.keras.fit.attachment import Attachment
+from hvdx.keras.fit.batches import Losses
+from hvdx.keras.fit.recording import Recording
+from hvdx.keras.seams.losses import reduced_by
+from hvdx.keras.seams.models import restore_train_step, use_train_function, wrap_train_step
+from hvdx.keras.types import Gradient, Logs
+from hvdx.strategies import Strategy, agree_on_strategy
+
+
+class SteppedAttachment(Attachment):
+    """Attach the optimisers at the start of a fit, and exchange after each step what is not exchanged in it."""
+
+    adapters: list[SteppedAdapter]  # type: ignore[assignment]
+
+    def __init__(self, comm: Comm, strategy: Strategy, recording: Recording):
+        super().__init__(comm, strategy, recording)
+        # Rows of the present step.
+        self._rows = 0.0
+        self._first = True
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Attach the optimisers, and make the training function."""
+        model, self._first = self.model, True
+        self._earlier_costs = []
+        agree_on_strategy(self.strategy, self._comm)
+        self.plan = batches.agreed(self._comm.all_gather_object(batches.of(self), "the batches of a fit"), False)
+        self._build_optimizer()
+        self._optimizers = optimizers_of(model)
+        self.adapters = [self._attach(o, f"fit.{i}") for i, o in enumerate(self._optimizers)]  # type: ignore[misc]
+        if keras.backend.backend() == "torch" and model.jit_compile:
+            self._jit_compile, model.jit_compile = model.jit_compile, False
+        stepped().prepare(threads_for(self._comm.local_size).threads)
+        restore_train_step(model)
+        kind = type(model)
+        standard = kind.train_step is keras.Model.train_step and kind.compute_loss is keras.Model.compute_loss
+        wrap_train_step(model, functools.partial(self._with_losses, standard))
+        use_train_function(model, None)
+        model.make_train_function(force=True)
+        use_train_function(model, stepped().around(model.train_function, self._note))
+
+    def _with_losses(self, standard: bool, own_step: Callable[..., object], *args: object, **named: object) -> object:
+        """Take a step, or trace it, with losses that are reduced as one process does."""
+        count = None if self.plan.even else self._counted()
+        losses = Losses(self._comm, self.strategy, self.plan, standard, lambda _: None, count)
+        with reduced_by(losses.reduce):
+            return own_step(*args, **named)
+
+    def _counted(self) -> Gradient:
+        """Return the rows of a step as a tensor that is read when the step runs."""
+        return stepped().on_host(lambda _: [np.array(self._rows, COUNT)], [keras.ops.zeros((), COUNT)])[0]
+
+    def _note(self, batch: object) -> None:
+        """Note the rows of the step that begins, with which this rank weighs."""
+        inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        first = next((part for part in keras.tree.flatten(inputs) if part is not None), None)
+        shape: Sequence[int] = getattr(first, "shape", ())
+        self._rows = float(shape[0]) if shape else 0.0
+        known = self.strategy.counts_samples or not self.plan.even
+        for adapter in self.adapters:
+            adapter.begin_batch(self._rows if known else None)
+
+    def show_weights(self, needed: bool) -> None:
+        """Take the values from the step; in the first step of a fit some parts read them in any case."""
+        if self.adapters and (needed or self._first):
+            stepped().sync(self.model)
+        self._first = False
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Exchange what is due, and check that the step went through the optimisers."""
+        super().on_train_batch_end(batch, logs)
+        for adapter in self.adapters:
+            if adapter.due(self.model.steps_per_execution):
+                stepped().sync(self.model)
+                adapter.meet()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        for optimizer in self._optimizers:
+            attached = adapter_of(optimizer)
+            if attached is not None and attached.owner is self:
+                detach(optimizer)
+        self._optimizers, self.adapters = [], []
+        restore_train_step(self.model)
+        use_train_function(self.model, None)
+        if self._jit_compile is not None:
+            self.model.jit_compile, self._jit_compile = self._jit_compile, None

@@ -1,0 +1,226 @@
+"""Trainings on JAX or PyTorch, on two ranks: `KERAS_BACKEND=jax mpirun -n 2 python -m tests.backend_battery`.
+
+Each check is printed with its name. N workers are one process, which every rank trains beside, without `Distribute`.
+"""
+
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import pytest
+
+import hvdx
+from hvdx import comm as world
+from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras import Distribute
+from hvdx.keras.fit import replicas
+from hvdx.keras.variables import view_of
+
+ROWS, STEPS, WORDS, CLASSES = 24, 5, 11, 3
+# Rows of a step of all ranks together.
+WHOLE = 8
+CHECKS: list[Callable[[], None]] = []
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS.append(function)
+    return function
+
+
+def data(count: int = ROWS) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return words with trailing zeros, a class of each row, a class of each word, and weights of the rows."""
+    random = np.random.default_rng(5)
+    words = random.integers(1, WORDS, (count, STEPS))
+    for row in words:
+        row[random.integers(1, STEPS + 1) :] = 0
+    classes = words[:, 0] % CLASSES
+    return words.astype("int32"), classes, words % CLASSES, random.uniform(0.1, 3, count).astype("float32")
+
+
+def mlp(each_word: bool = False, mask: bool = False, dropout: float = 0.0) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    x = keras.Input((STEPS,), dtype="int32")
+    hidden = keras.layers.Embedding(WORDS, 6, mask_zero=mask)(x)
+    hidden = hidden if each_word else keras.layers.Flatten()(hidden)
+    hidden = keras.layers.Dense(8, "tanh", kernel_regularizer="l2")(hidden)
+    if dropout:
+        hidden = keras.layers.Dropout(dropout)(hidden)
+    return keras.Model(x, keras.layers.Dense(CLASSES)(hidden))
+
+
+def cnn() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    x = keras.Input((STEPS,), dtype="int32")
+    hidden = keras.layers.Reshape((STEPS, 4, 1))(keras.layers.Embedding(WORDS, 4)(x))
+    hidden = keras.layers.BatchNormalization()(keras.layers.Conv2D(3, 2, activation="relu")(hidden))
+    return keras.Model(x, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(hidden)))
+
+
+def transformer() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    x = keras.Input((STEPS,), dtype="int32")
+    hidden = keras.layers.Embedding(WORDS, 8)(x)
+    hidden = keras.layers.LayerNormalization()(hidden + keras.layers.MultiHeadAttention(2, 4)(hidden, hidden))
+    return keras.Model(x, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(hidden)))
+
+
+def compiled(model: keras.Model, optimizer: str = "sgd", reduction: str | None = "sum_over_batch_size") -> keras.Model:
+    optimizers = {
+        "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        "plain": lambda: keras.optimizers.SGD(0.05),
+        "adamw": lambda: keras.optimizers.AdamW(0.003, epsilon=1e-3),
+        "clip": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.3),
+        "accumulate": lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2),
+    }
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    model.compile(optimizers[optimizer](), loss, metrics=["accuracy"])
+    return model
+
+
+def trained(
+    make: Callable[[], keras.Model],
+    strategy: str | None,
+    count: int = ROWS,
+    each_word: bool = False,
+    weighted: bool = False,
+    epochs: int = 2,
+    **options: object,
+) -> tuple[keras.Model, dict[str, list[float]]]:
+    """Train on this rank's share, or without a strategy on all rows in steps of all ranks; return model and logs."""
+    model = compiled(make(), **options)  # type: ignore[arg-type]
+    words, classes, of_words, weights = data(count)
+    arrays = (words, of_words if each_word else classes, *((weights,) if weighted else ()))
+    size = hvdx.size()
+    if strategy is None:
+        batches, callbacks = hvdx.shard(arrays, WHOLE, rank=0, size=1, drop_remainder=False), []
+    else:
+        batches = hvdx.shard(arrays, WHOLE // size, drop_remainder=False)
+        callbacks = [Distribute(strategy, check_every=1 if strategy != "averaging" else "epoch")]
+    logs = model.fit(batches, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks).history
+    return model, logs
+
+
+def assert_one_process(tolerance: float = 1e-5, strategy: str = "all_reduce", **options: object) -> None:
+    """Assert that all ranks end with the weights and the logs of one process."""
+    (mine, logs), (one, expected) = (trained(strategy=s, **options) for s in (strategy, None))  # type: ignore[arg-type]
+    assert replicas.differing(mine.weights, world.start()) == {}
+    for a, b in zip(mine.trainable_variables, one.trainable_variables, strict=True):
+        # The loss does not depend on some weights, such as the bias of an attention's keys.
+        np.testing.assert_allclose(view_of(a), view_of(b), rtol=tolerance, atol=tolerance * 0.1, err_msg=a.path)
+    for name, values in expected.items():
+        np.testing.assert_allclose(logs[name], values, rtol=3e-5, err_msg=name)
+
+
+@check
+def all_reduce_is_one_process() -> None:
+    for make, optimizer in ((mlp, "sgd"), (mlp, "clip"), (mlp, "accumulate"), (transformer, "adamw")):
+        assert_one_process(make=make, optimizer=optimizer)
+
+
+@check
+def last_batches_that_are_not_full_are_one_process() -> None:
+    assert_one_process(make=mlp, count=ROWS + 5)
+    assert_one_process(make=mlp, count=ROWS + 5, weighted=True)
+
+
+@check
+def losses_of_words_with_masks_sums_and_weights_are_one_process() -> None:
+    def masked() -> keras.Model:
+        return mlp(each_word=True, mask=True)
+
+    for reduction, weighted, count in (
+        ("sum_over_batch_size", False, ROWS),
+        ("sum_over_batch_size", False, ROWS + 5),
+        ("mean_with_sample_weight", False, ROWS),
+        ("sum", False, ROWS),
+    ):
+        assert_one_process(make=masked, each_word=True, reduction=reduction, weighted=weighted, count=count)
+    assert_one_process(make=mlp, reduction="mean_with_sample_weight", weighted=True, count=ROWS + 5)
+
+
+@check
+def averages_of_each_step_are_one_process() -> None:
+    assert_one_process(make=mlp, strategy="parameter_averaging:period=1", optimizer="plain")
+
+
+@check
+def replicas_stay_equal_under_all_strategies() -> None:
+    for strategy in (
+        "all_reduce:compression=fp16",
+        "threshold",
+        "threshold:placement=gradient",
+        "parameter_averaging:period=3",
+    ):
+        for make, optimizer in ((cnn, "sgd"), (lambda: mlp(dropout=0.2), "adamw")):
+            model, logs = trained(make, strategy, count=16 * WHOLE, optimizer=optimizer, epochs=6)
+            assert replicas.differing(model.weights, world.start()) == {}, strategy
+            assert logs["loss"][-1] < 0.9 * logs["loss"][0], (strategy, optimizer, logs["loss"])
+
+
+@check
+def weights_that_one_rank_changes_are_found() -> None:
+    class Change(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            if hvdx.rank() == 1 and batch == 0:
+                self.model.trainable_variables[0].assign(self.model.trainable_variables[0] + 1.0)
+
+    model = compiled(mlp())
+    words, classes, *_ = data()
+    share = hvdx.shard((words, classes), WHOLE // 2)
+    with pytest.raises(ReplicaError, match="the replicas differ after epoch 1"):
+        model.fit(share, verbose=0, shuffle=False, callbacks=[Change(), Distribute("all_reduce")])
+
+
+@check
+def what_needs_tensorflow_is_refused_before_anything_starts() -> None:
+    model = compiled(mlp())
+    words, classes, *_ = data()
+    share = hvdx.shard((words, classes), 4)
+
+    def fit(strategy: str) -> None:
+        model.fit(share, verbose=0, shuffle=False, callbacks=[Distribute(strategy)])
+
+    calls = [
+        functools.partial(fit, s) for s in ("auto", "parameter_server:servers=colocated", "threshold:max_staleness=inf")
+    ]
+    calls += [lambda: hvdx.keras.DistributedOptimizer(keras.optimizers.SGD()), lambda: hvdx.keras.allreduce(words)]
+    for call in calls:
+        with pytest.raises(ConfigError, match="expected Keras on TensorFlow"):
+            call()
+
+
+@check
+def a_checkpoint_resumes() -> None:
+    folder = world.start().all_gather_object(tempfile.mkdtemp(), "a folder")[0]
+    words, classes, *_ = data(16 * WHOLE)
+
+    def train(epochs: int, where: str | None) -> keras.Model:
+        model = compiled(mlp(), "adamw")
+        callbacks = [Distribute("threshold:target_density=0.1")]
+        if where:
+            callbacks.append(hvdx.keras.Checkpoint(where))
+        model.fit(hvdx.shard((words, classes), 4), epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
+        return model
+
+    whole = train(3, None)
+    train(1, os.path.join(folder, "c"))
+    resumed = train(3, os.path.join(folder, "c"))
+    for a, b in zip(whole.weights, resumed.weights, strict=True):
+        assert np.array_equal(view_of(a), view_of(b)), a.path
+
+
+def main(names: Sequence[str]) -> None:
+    hvdx.init()
+    for function in CHECKS:
+        if not names or function.__name__ in names:
+            function()
+            if hvdx.rank() == 0:
+                print(f"held: {function.__name__}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
