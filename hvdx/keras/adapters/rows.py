@@ -28,6 +28,13 @@ from hvdx.keras.types import Structure
 COUNT = "float32" if backend.name() == "jax" else "float64"
 
 
+_NO_ROWS = (
+    "fit: the first input of a step has no rows to count, so steps of different sizes cannot be weighed. Do: give all "
+    "ranks batches of one size, by hvdx.shard; or train in a loop of your own, which calls "
+    "hvdx.keras.count_samples(optimizer, rows) before each step."
+)
+
+
 def rows_of(data: Structure) -> tf.Tensor:
     """Return the number of rows of a batch, float64.
 
@@ -45,12 +52,28 @@ def rows_of(data: Structure) -> tf.Tensor:
         if isinstance(first, tf.SparseTensor):
             return tf.cast(first.dense_shape[0], tf.float64)
         if first is None or not first.shape.rank:
-            raise ConfigError(
-                "fit: the first input of a step has no rows to count, so steps of different sizes cannot be weighed. "
-                "Do: give all ranks batches of one size, by hvdx.shard; or train in a loop of your own, which calls "
-                "hvdx.keras.count_samples(optimizer, rows) before each step."
-            )
+            raise ConfigError(_NO_ROWS)
         return tf.cast(tf.shape(first)[0], tf.float64)
+
+
+def rows_in(batch: object) -> float:
+    """Return the number of rows of a batch of arrays, or of tensors of JAX or PyTorch.
+
+    Args:
+        batch: as `train_step` takes it.
+
+    Raises:
+        ConfigError: if the first input has no rows to count.
+
+    Example:
+        >>> rows_in((np.zeros((3, 2)), np.zeros(3)))
+        3.0
+    """
+    inputs = keras.tree.flatten(keras.utils.unpack_x_y_sample_weight(batch)[0])
+    shape = next((tuple(part.shape) for part in inputs if part is not None), ())
+    if not shape:
+        raise ConfigError(_NO_ROWS)
+    return float(shape[0])
 
 
 def total(comm: Comm, numbers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:

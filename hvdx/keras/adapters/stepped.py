@@ -58,8 +58,9 @@ class SteppedAdapter(Adapter):
         self.strategy, self.comm = strategy, comm
         self.logs_cost = strategy.placement == "weights" or strategy.runs == "host"
         self._optimizer = weakref.ref(optimizer)
-        # Rows of this rank's present step; None if all ranks have as many.
+        # Rows of the step that is taken or traced, and since the last exchange; None if all ranks have as many.
         self._batch: float | None = None
+        self._rows: float | None = None
 
     def _counter(self) -> Count:
         return Count()
@@ -72,9 +73,16 @@ class SteppedAdapter(Adapter):
         self.stepped = True
         self.variables, self.specs = list(variables), [described(v) for v in variables]
 
-    def begin_batch(self, rows: float | None) -> None:
-        """Begin a step with some rows; None if all ranks have as many, and nothing counts them."""
+    def begin_batch(self, rows: float) -> None:
+        """Begin a step of some rows, or its trace: `gradients` makes it one for batches of as many."""
         self._batch = rows
+
+    def add_rows(self, rows: float) -> None:
+        """Count the rows of a step that is taken now, for `meet`."""
+        self._rows = (self._rows or 0.0) + rows
+
+    def close(self) -> None:
+        """Close what the fit has opened. Collective."""
 
     def due(self, steps: int) -> bool:
         """Count steps that were taken, and return whether `meet` is to be called now.
@@ -88,12 +96,12 @@ class SteppedAdapter(Adapter):
     def meet(self) -> None:
         """Exchange between two steps, while the model's variables hold their values. Collective."""
 
-    def share(self) -> float:
-        """Return the weight of this rank in a mean: its rows divided by their mean. Collective if ranks have others."""
-        if self._batch is None or not self.strategy.weighs:
+    def share(self, rows: float | None) -> float:
+        """Return the weight of a rank with some rows in a mean: these divided by their mean. Collective if not None."""
+        if rows is None or not self.strategy.weighs:
             return 1.0
-        rows = self.comm.all_reduce_sum(np.array([self._batch]), f"{self.name}.rows")[0]
-        return float(self._batch * self.comm.size / rows) if rows else 0.0
+        total = float(self.comm.all_reduce_sum(np.array([rows]), f"{self.name}.rows")[0])
+        return rows * self.comm.size / total if total else 0.0
 
 
 class SteppedGradients(SteppedAdapter):
@@ -112,16 +120,16 @@ class SteppedGradients(SteppedAdapter):
 
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Combine gradients over the ranks, and measure the time."""
-        specs = self.specs
-        return stepped().on_host(lambda arrays: self._combine(arrays, specs), gradients)
+        specs, rows = self.specs, self._batch
+        return stepped().on_host(lambda arrays: self._combine(arrays, specs, rows), gradients)
 
-    def _combine(self, arrays: list[np.ndarray], specs: list[TensorSpec]) -> Sequence[np.ndarray]:
+    def _combine(self, arrays: list[np.ndarray], specs: list[TensorSpec], rows: float | None) -> Sequence[np.ndarray]:
         bad = first_bad(arrays)
         if bad >= 0 and not self._first_bad[0]:
             self._first_bad = self.steps.numpy() + 1, specs[bad].name
         now = clock.timer()
         begin = now()
-        weight = self.share()
+        weight = self.share(rows)
         mine = [a if weight == 1.0 else a * a.dtype.type(weight) for a in arrays]
         exchange = self._opened(specs)
         if isinstance(exchange, HostExchange):
@@ -138,6 +146,10 @@ class SteppedGradients(SteppedAdapter):
         if self._exchange is None:
             self._exchange = cast("Exchange[np.ndarray]", self.strategy.open(self.comm, specs, name=self.name))
         return self._exchange
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
 
     @property
     def exchange(self) -> HostExchange | None:  # type: ignore[override]
@@ -247,7 +259,7 @@ class SteppedUpdates(SteppedAdapter):
         begin = now()
         common = [self._common[id(v)] for v in self.variables]
         changes = [np.subtract(view_of(v), c, dtype=np.float32) for v, c in zip(self.variables, common, strict=True)]
-        weight = self.share()
+        weight = self.share(self._rows)
         if weight != 1.0:
             changes = [c * np.float32(weight) for c in changes]
         given = StepInput(
@@ -260,7 +272,7 @@ class SteppedUpdates(SteppedAdapter):
             into=common,
         )
         self._opened().take(given)
-        self._sample, self._since, self._bad = None, 0, -1
+        self._sample, self._since, self._bad, self._rows = None, 0, -1, None
         for variable, value in zip(self.variables, common, strict=True):
             # A tensor could take the memory of the array, which the next step changes.
             variable.assign(value.astype(dtype_of(variable.dtype), copy=True))
@@ -270,6 +282,10 @@ class SteppedUpdates(SteppedAdapter):
         if self._exchange is None:
             self._exchange = cast(HostExchange, self.strategy.open(self.comm, self.specs, name=self.name))
         return self._exchange
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
 
     def cost(self) -> Telemetry:
         return self._exchange.telemetry if self._exchange is not None else Telemetry()
@@ -310,9 +326,9 @@ class SteppedAverages(SteppedAdapter):
             )
         super().__init__(strategy, comm, optimizer, name, gain)
         self._exchange: AveragingExchange | None = None
-        # Steps of the optimiser, steps since the last average, and samples in those. JAX keeps the optimiser's own
-        # counter elsewhere in the middle of an epoch.
-        self._taken, self._since, self._samples = 0, 0, 0.0
+        # Steps of the optimiser, and since the last average. JAX keeps the optimiser's own counter elsewhere in the
+        # middle of an epoch.
+        self._taken, self._since = 0, 0
         self.reset()
 
     def reset(self) -> None:
@@ -329,7 +345,6 @@ class SteppedAverages(SteppedAdapter):
         micro = innermost(self._optimizer()).gradient_accumulation_steps or 1
         begun = (self._taken - self._since) // micro
         self._taken, self._since = self._taken + steps, self._since + steps
-        self._samples += (self._batch or 0.0) * steps
         return self._since >= micro * next(p for first, p in reversed(self.strategy.schedule) if begun >= first)
 
     def begin_epoch(self) -> None:
@@ -344,7 +359,7 @@ class SteppedAverages(SteppedAdapter):
         variables = [*weights, *state]
         before = [_for_sum(view_of(v)) for v in variables]
         fine = first_bad(before) < 0
-        weight = (max(self._samples, _NO_SAMPLES) if self.strategy.counts_samples else 1.0) * fine
+        weight = (max(self._rows or 0.0, _NO_SAMPLES) if self.strategy.counts_samples else 1.0) * fine
         factors = {dtype: np.array(weight, dtype) for dtype in {b.dtype for b in before}}
         shares = [b * factors[b.dtype] if fine else np.zeros_like(b) for b in before]
         with np.errstate(invalid="ignore"):  # NaN on all ranks if all are left out
@@ -363,7 +378,7 @@ class SteppedAverages(SteppedAdapter):
         norm = sum(float(np.square(m).sum()) for m in new)
         self._divergence = math.sqrt(distance / norm) if norm else 0.0
         self._seconds += now() - begin
-        self._since, self._samples = 0, 0.0
+        self._since, self._rows = 0, None
 
     def flush(self) -> None:
         """Average now, if there were steps since the last average.
@@ -429,17 +444,19 @@ class SteppedAverages(SteppedAdapter):
         """Return the position in the period; an empty state right after an average, unless momenta are rank-local."""
         if not self.strategy.rank_local_state and not self._since:
             return {}
-        return {"since": np.int64(self._since), "samples": np.float32(self._samples)}  # type: ignore[dict-item]
+        return {"since": np.int64(self._since), "samples": np.float32(self._rows or 0.0)}  # type: ignore[dict-item]
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Resume within a period; an empty state means a position right after an average."""
-        self._since, self._samples = int(state.get("since", 0)), float(state.get("samples", 0.0))
+        self._since, self._rows = int(state.get("since", 0)), float(state.get("samples", 0.0))
 
 
 # Optimisers with rank-local momenta from an earlier fit.
 _have_local_momenta: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.WeakSet()
 # Sample count of a rank without samples; if no rank has any, all count the same.
 _NO_SAMPLES = 1e-6
+# By the communicator below: each opens channels, which all fits use.
+_array_comms: "weakref.WeakKeyDictionary[Comm, ArrayComm]" = weakref.WeakKeyDictionary()
 _KINDS: dict[tuple[str, str], type[SteppedAdapter]] = {
     ("graph", "gradient"): SteppedGradients,
     ("host", "gradient"): SteppedGradients,
@@ -471,7 +488,9 @@ def make(
         strategy = strategy.in_each_step(f"the backend {backend.name()}")
     assert kind is not None
     if strategy.runs == "graph":
-        comm = ArrayComm(comm)
+        if comm not in _array_comms:
+            _array_comms[comm] = ArrayComm(comm)
+        comm = _array_comms[comm]
     return kind(strategy, comm, optimizer, name, gain)
 
 

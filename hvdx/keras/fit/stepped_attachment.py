@@ -1,15 +1,14 @@
 """The optimisers of a fit on JAX or PyTorch, whose training steps Python calls."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
-import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.comm.launcher import threads_for
 from hvdx.keras.adapters.optimizer import adapter_of, detach, optimizers_of
-from hvdx.keras.adapters.rows import COUNT
+from hvdx.keras.adapters.rows import COUNT, rows_in
 from hvdx.keras.adapters.stepped import SteppedAdapter
 from hvdx.keras.backends import stepped
 from hvdx.keras.fit import batches
@@ -18,7 +17,7 @@ from hvdx.keras.fit.batches import Losses
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.seams.losses import reduced_by
 from hvdx.keras.seams.models import restore_train_step, use_train_function, wrap_train_step
-from hvdx.keras.types import Gradient, Logs
+from hvdx.keras.types import Logs
 from hvdx.strategies import Strategy, agree_on_strategy
 
 
@@ -29,8 +28,6 @@ class SteppedAttachment(Attachment):
 
     def __init__(self, comm: Comm, strategy: Strategy, recording: Recording):
         super().__init__(comm, strategy, recording)
-        # Rows of the present step.
-        self._rows = 0.0
         self._first = True
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -54,25 +51,23 @@ class SteppedAttachment(Attachment):
         use_train_function(model, stepped().around(model.train_function, self._note))
 
     def _with_losses(self, standard: bool, own_step: Callable[..., object], *args: object, **named: object) -> object:
-        """Take a step, or trace it, with losses that are reduced as one process does."""
-        count = None if self.plan.even else self._counted()
+        """Take a step, or trace it for batches of these rows, with losses that are reduced as one process does."""
+        count = None
+        if not self.plan.even:
+            rows = rows_in(args[-1] if args else named["data"])
+            count = keras.ops.cast(rows, COUNT)
+            for adapter in self.adapters:
+                adapter.begin_batch(rows)
         losses = Losses(self._comm, self.strategy, self.plan, standard, lambda _: None, count)
         with reduced_by(losses.reduce):
             return own_step(*args, **named)
 
-    def _counted(self) -> Gradient:
-        """Return the rows of a step as a tensor that is read when the step runs."""
-        return stepped().on_host(lambda _: [np.array(self._rows, COUNT)], [keras.ops.zeros((), COUNT)])[0]
-
     def _note(self, batch: object) -> None:
-        """Note the rows of the step that begins, with which this rank weighs."""
-        inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
-        first = next((part for part in keras.tree.flatten(inputs) if part is not None), None)
-        shape: Sequence[int] = getattr(first, "shape", ())
-        self._rows = float(shape[0]) if shape else 0.0
-        known = self.strategy.counts_samples or not self.plan.even
-        for adapter in self.adapters:
-            adapter.begin_batch(self._rows if known else None)
+        """Note the rows of a step that begins, with which this rank weighs in what is exchanged after it."""
+        if self.strategy.counts_samples or not self.plan.even:
+            rows = rows_in(batch)
+            for adapter in self.adapters:
+                adapter.add_rows(rows)
 
     def show_weights(self, needed: bool) -> None:
         """Take the values from the step; in the first step of a fit some parts read them in any case."""
@@ -93,6 +88,8 @@ class SteppedAttachment(Attachment):
             attached = adapter_of(optimizer)
             if attached is not None and attached.owner is self:
                 detach(optimizer)
+        for adapter in self.adapters:
+            adapter.close()
         self._optimizers, self.adapters = [], []
         restore_train_step(self.model)
         use_train_function(self.model, None)
