@@ -193,22 +193,21 @@ def what_needs_tensorflow_is_refused_before_anything_starts() -> None:
             call()
 
 
+def saved(epochs: int, where: str | None) -> keras.Model:
+    """Train up to an epoch, from the checkpoints in a folder if there are any; without one, save nothing."""
+    words, classes, *_ = data(16 * WHOLE)
+    model = compiled(mlp(), "adamw")
+    callbacks = [Distribute("threshold:target_density=0.1"), *([hvdx.keras.Checkpoint(where)] if where else [])]
+    model.fit(hvdx.shard((words, classes), 4), epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
+    return model
+
+
 @check
 def a_checkpoint_resumes() -> None:
     folder = world.start().all_gather_object(tempfile.mkdtemp(), "a folder")[0]
-    words, classes, *_ = data(16 * WHOLE)
-
-    def train(epochs: int, where: str | None) -> keras.Model:
-        model = compiled(mlp(), "adamw")
-        callbacks = [Distribute("threshold:target_density=0.1")]
-        if where:
-            callbacks.append(hvdx.keras.Checkpoint(where))
-        model.fit(hvdx.shard((words, classes), 4), epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
-        return model
-
-    whole = train(3, None)
-    train(1, os.path.join(folder, "c"))
-    resumed = train(3, os.path.join(folder, "c"))
+    whole = saved(3, None)
+    saved(1, os.path.join(folder, "c"))
+    resumed = saved(3, os.path.join(folder, "c"))
     for a, b in zip(whole.weights, resumed.weights, strict=True):
         assert np.array_equal(view_of(a), view_of(b)), a.path
 

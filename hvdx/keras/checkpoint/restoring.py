@@ -416,7 +416,13 @@ class LoadedCheckpoint:
             # Two ranks may have read the file of one rank.
             found = [(v, noise.of_rank(value, self._rank)) for v, value in found]
             common = [(v, noise.common_of_rank(value, self._rank)) for v, value in common]
-        return found + common
+        alike = [(v, value) for v, value in found + common if value.dtype == dtype_of(v.dtype)]
+        if len(alike) < len(found + common):
+            # JAX has unsigned seeds, PyTorch signed ones, TensorFlow ones of 64 bits.
+            self._remarks.append(
+                f"{self._saved.path} holds random generators of another backend of Keras: they are not restored"
+            )
+        return alike
 
     def _rank_file(self) -> Arrays | ArraysInMemory:
         """Return the saved arrays of this rank. If n ranks saved, rank r reads those of rank r mod n."""
