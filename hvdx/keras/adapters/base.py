@@ -11,10 +11,12 @@ from hvdx import comm as world
 from hvdx.comm.interfaces import Comm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
+from hvdx.keras import backend
 from hvdx.keras.adapters import rows
 from hvdx.keras.seams.frames import loss_scale_calls
 from hvdx.keras.seams.graphs import traces_for_xla
 from hvdx.keras.types import Gradient, Variable
+from hvdx.keras.variables import dtype_of
 from hvdx.keras.weight_parts import part_of
 from hvdx.strategies import Exchange, HostExchange, Strategy, TensorSpec
 from hvdx.strategies.split import open_split
@@ -324,13 +326,20 @@ def _index_dtype(gradient: Gradient) -> tf.DType | None:
 
 def describe(variable: Variable) -> TensorSpec:
     """Return the name, shape, element size and device of a Keras or TensorFlow variable."""
-    dtype = tf.as_dtype(variable.dtype)
     name, shape = getattr(variable, "path", variable.name), tuple(variable.shape)
-    return TensorSpec(name, shape, dtype.size, _cuda_device(device_of(variable)))
+    return TensorSpec(name, shape, dtype_of(variable.dtype).itemsize, _cuda_device(device_of(variable)))
+
+
+def describe_sum(variable: Variable) -> TensorSpec:
+    """Return the spec of a variable's values in a sum, which are float32 if its dtype is narrower."""
+    spec = describe(variable)
+    return TensorSpec(spec.name, spec.shape, max(spec.itemsize, 4))
 
 
 def device_of(variable: Variable) -> str:
-    """Return TensorFlow's name of the device that holds a variable; "" if it is unknown."""
+    """Return TensorFlow's name of the device that holds a variable; "" if it is unknown, or on another backend."""
+    if backend.name() != "tensorflow":
+        return ""
     return getattr(getattr(variable, "value", variable), "device", None) or ""
 
 

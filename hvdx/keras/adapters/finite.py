@@ -70,9 +70,20 @@ def bad_flags(values: Sequence[tf.Tensor]) -> tf.Tensor:
 def are_bad(weights: Sequence[Variable]) -> list[bool]:
     """Return for each of some weights whether it holds NaN or infinity."""
     if backend.name() != "tensorflow":
-        return [not np.isfinite(view_of(v)).all() for v in weights]
+        return [holds_bad(view_of(v)) for v in weights]
     flags = bad_flags([tf.convert_to_tensor(v) for v in weights]).numpy() if weights else []
     return [bool(flag) for flag in flags]
+
+
+def holds_bad(array: np.ndarray) -> bool:
+    """Return whether an array holds NaN or infinity.
+
+    Example:
+        >>> holds_bad(np.ones(2)), holds_bad(np.array([0.0, np.nan]))
+        (False, True)
+    """
+    # One pass over the array; a sum of finite numbers may overflow.
+    return bool(not np.isfinite(array.sum()) and not np.isfinite(array).all())
 
 
 def check(

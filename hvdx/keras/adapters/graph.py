@@ -17,7 +17,7 @@ from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import (
     Adapter,
     apply_constraints,
-    describe,
+    describe_sum,
     refuse_local_skip,
     scaled,
     values_of,
@@ -190,11 +190,7 @@ class AveragingAdapter(Adapter):
         self._optimizer = weakref.ref(optimizer)
         self._counted = False
         self._exchange: AveragingExchange | SplitGraphExchange | None = None
-        if strategy.rank_local_state and updates.assigns_weights(innermost(optimizer)):
-            raise ConfigError(
-                f"optimizer {type(innermost(optimizer)).__name__}: it computes weights from its state, so the "
-                "next step would undo an average of the weights alone. Use ParameterAveraging(average_optimizer=True)."
-            )
+        updates.check_averages(innermost(optimizer), strategy.rank_local_state)
         self.holds_loss_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self.since, self._due, self.averages, self._excluded = (_zero(tf.int64) for _ in range(4))
         self.samples, self._divergence, self._seconds = _zero(tf.float32), _zero(tf.float32), _zero(tf.float64)
@@ -392,7 +388,7 @@ class AveragingAdapter(Adapter):
         if self._exchange is None or not self._exchange.specs:
             weights, state = self._averaged()
             variables = [*weights, *state]
-            exchange = self.open_exchange(variables, [_sent_spec(v) for v in variables])
+            exchange = self.open_exchange(variables, [describe_sum(v) for v in variables])
             self._exchange = cast(AveragingExchange | SplitGraphExchange, exchange)
         return self._exchange
 
@@ -489,12 +485,6 @@ def _zero(dtype: tf.DType) -> tf.Variable:
 def _value_for_sum(value: tf.Tensor) -> tf.Tensor:
     """Return the values of a variable, in float32 if its dtype is narrower."""
     return value if value.dtype.size >= 4 else tf.cast(value, tf.float32)
-
-
-def _sent_spec(variable: Variable) -> TensorSpec:
-    """Return the spec of `_value_for_sum`."""
-    spec = describe(variable)
-    return TensorSpec(spec.name, spec.shape, max(spec.itemsize, 4))
 
 
 def _squares(mine: tf.Tensor, mean: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -37,6 +37,11 @@ def divides(optimizer: keras.optimizers.Optimizer) -> bool:
     return owner_of_update_step(optimizer) in _KINDS
 
 
+def decay_of(optimizer: keras.optimizers.Optimizer) -> float:
+    """Return the share of a second moment that an optimiser keeps in a step; see `divides`."""
+    return float(optimizer.rho if isinstance(optimizer, keras.optimizers.RMSprop) else optimizer.beta_2)
+
+
 def sample(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Gradient],
@@ -59,7 +64,7 @@ def sample(
     """
     sizes = counts(gradients, variables)
     step = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.int64)
-    decay = optimizer.rho if isinstance(optimizer, keras.optimizers.RMSprop) else optimizer.beta_2
+    decay = decay_of(optimizer)
     where = step if moves else tf.zeros_like(step)
     correction = 1.0 - decay ** (tf.cast(step, tf.float32) + 1.0)
     none = tf.zeros(0)

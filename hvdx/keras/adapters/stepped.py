@@ -19,7 +19,8 @@ from hvdx.comm.interfaces import GraphComm
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.adapters import second_moments, updates
-from hvdx.keras.adapters.base import Adapter, apply_constraints
+from hvdx.keras.adapters.base import Adapter, apply_constraints, describe_sum, scaled
+from hvdx.keras.adapters.finite import holds_bad
 from hvdx.keras.backends import stepped
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
 from hvdx.keras.seams.optimizers import step_counter, trained_variables, velocity_of
@@ -68,10 +69,6 @@ class SteppedAdapter(Adapter):
     def count_step(self) -> None:
         """Do nothing in the step, which JAX traces once: `meet` counts."""
         self.stepped = True
-
-    def record_variables(self, variables: Sequence[Variable]) -> None:
-        self.stepped = True
-        self.variables, self.specs = list(variables), [described(v) for v in variables]
 
     def begin_batch(self, rows: float) -> None:
         """Begin a step of some rows, or its trace: `gradients` makes it one for batches of as many."""
@@ -228,7 +225,7 @@ class SteppedUpdates(SteppedAdapter):
         clean = [ops.where(f, g, ops.zeros_like(g)) for f, g in zip(fine, gradients, strict=True)]
         sizes, parts, decay = [0] * len(clean), [], 0.0
         if self.strategy.second_moments == "mean" and second_moments.divides(optimizer):
-            decay = float(optimizer.rho if isinstance(optimizer, keras.optimizers.RMSprop) else optimizer.beta_2)
+            decay = second_moments.decay_of(optimizer)
             sizes = second_moments.counts(clean, self.variables)
             for gradient, variable, count in zip(clean, self.variables, sizes, strict=True):
                 tensors = (gradient, velocity_of(optimizer, variable).value) if count else ()
@@ -236,7 +233,7 @@ class SteppedUpdates(SteppedAdapter):
         counter = step_counter(optimizer).value
         told = [ops.stack(fine), ops.cast(counter, "int32"), *parts]
         stepped().tell(lambda arrays: self._hear(arrays, sizes, decay), told)
-        return [g * self.gain for g in clean] if self.gain != 1.0 else clean
+        return [scaled(g, self.gain) for g in clean]
 
     def _hear(self, arrays: Sequence[np.ndarray], sizes: Sequence[int], decay: float) -> None:
         """Keep what the step tells: gradients that are not finite, and elements of the others with their velocities."""
@@ -318,12 +315,7 @@ class SteppedAverages(SteppedAdapter):
     def __init__(
         self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
     ):
-        inner = innermost(optimizer)
-        if strategy.rank_local_state and updates.assigns_weights(inner):
-            raise ConfigError(
-                f"optimizer {type(inner).__name__}: it computes weights from its state, so the next step would undo an "
-                "average of the weights alone. Use ParameterAveraging(average_optimizer=True)."
-            )
+        updates.check_averages(innermost(optimizer), strategy.rank_local_state)
         super().__init__(strategy, comm, optimizer, name, gain)
         self._exchange: AveragingExchange | None = None
         # Steps of the optimiser, and since the last average. JAX keeps the optimiser's own counter elsewhere in the
@@ -338,7 +330,7 @@ class SteppedAverages(SteppedAdapter):
 
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return this rank's own gradients."""
-        return [g * self.gain for g in gradients] if self.gain != 1.0 else list(gradients)
+        return [scaled(g, self.gain) for g in gradients]
 
     def due(self, steps: int) -> bool:
         super().due(steps)
@@ -404,7 +396,7 @@ class SteppedAverages(SteppedAdapter):
     def _opened(self) -> AveragingExchange:
         if self._exchange is None or not self._exchange.specs:
             weights, state = self._averaged()
-            specs = [TensorSpec(s.name, s.shape, max(s.itemsize, 4)) for s in map(described, [*weights, *state])]
+            specs = [describe_sum(v) for v in (*weights, *state)]
             self._exchange = cast(AveragingExchange, self.strategy.open(self.comm, specs, name=self.name))
         return self._exchange
 
@@ -494,11 +486,6 @@ def make(
     return kind(strategy, comm, optimizer, name, gain)
 
 
-def described(variable: Variable) -> TensorSpec:
-    """Return the name, shape and element size of a variable."""
-    return TensorSpec(variable.path, tuple(variable.shape), dtype_of(variable.dtype).itemsize)
-
-
 def first_bad(arrays: Sequence[np.ndarray]) -> int:
     """Return the index of the first array that holds NaN or infinity; -1 if none does.
 
@@ -506,11 +493,7 @@ def first_bad(arrays: Sequence[np.ndarray]) -> int:
         >>> first_bad([np.ones(2), np.array([0.0, np.nan])])
         1
     """
-    for i, array in enumerate(arrays):
-        # One pass over the array; a sum of finite numbers may overflow.
-        if not np.isfinite(array.sum()) and not np.isfinite(array).all():
-            return i
-    return -1
+    return next((i for i, array in enumerate(arrays) if holds_bad(array)), -1)
 
 
 def _for_sum(values: np.ndarray) -> np.ndarray:

@@ -36,6 +36,23 @@ def check_kind(optimizer: keras.optimizers.Optimizer, placement: str) -> None:
         raise ConfigError(f"optimizer {type(optimizer).__name__}: {why}")
 
 
+def check_averages(optimizer: keras.optimizers.Optimizer, own_state: bool) -> None:
+    """Refuse an optimiser whose weights cannot be averaged.
+
+    Args:
+        optimizer: Keras optimiser, not a loss-scale optimiser.
+        own_state: whether each rank keeps its own state of the optimiser.
+
+    Raises:
+        ConfigError: if the optimiser computes weights from a state that is not averaged.
+    """
+    if own_state and assigns_weights(optimizer):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__}: it computes weights from its state, so the next step would undo an "
+            "average of the weights alone. Use ParameterAveraging(average_optimizer=True)."
+        )
+
+
 def combines(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether `Threshold` can combine the updates of an optimiser."""
     return not _obstacle(optimizer)

@@ -1,4 +1,4 @@
-"""What differs between JAX and PyTorch, whose training steps Python calls. A step of TensorFlow is a graph.
+"""Functions of a training step that differ between JAX and PyTorch; a step of TensorFlow is a graph.
 
 Each module has the same functions: `on_host`, `tell`, `around`, `sync` and `prepare`.
 """
