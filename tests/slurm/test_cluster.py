@@ -149,7 +149,7 @@ def test_cluster_ends_jobs_that_ignore_signals(tmp_path, short, cluster, script)
 
 
 def _command_lines():
-    return run(["ps", "ax", "-o", "args"], timeout=20).out
+    return run(["ps", "axww", "-o", "args"], timeout=20).out
 
 
 def _appears(path, timeout=60):

@@ -3,18 +3,22 @@
     python train_digits.py FOLDER EPOCHS SECONDS_A_STEP
 
 It writes a digest of the final weights to FOLDER/weights-RANK.txt, and a line for each step to FOLDER/steps-RANK.txt.
+FOLDER/begun-PID.txt says that a rank runs and has not imported anything slow.
 """
 
 import hashlib
+import os
 import sys
 import time
 from pathlib import Path
 
-import keras
+(Path(sys.argv[1]) / f"begun-{os.getpid()}.txt").touch()
 
-import hvdx
-from hvdx.jobs.data import load
-from hvdx.jobs.fashion_mnist import build
+import keras  # noqa: E402
+
+import hvdx  # noqa: E402
+from hvdx.jobs.data import load  # noqa: E402
+from hvdx.jobs.fashion_mnist import build  # noqa: E402
 
 folder, epochs, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 hvdx.init()
