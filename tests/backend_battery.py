@@ -151,7 +151,7 @@ def averages_of_each_step_are_one_process() -> None:
 def replicas_stay_equal_under_all_strategies() -> None:
     for strategy in (
         "all_reduce:compression=fp16",
-        "threshold",
+        "threshold:period=3",
         "threshold:placement=gradient",
         "parameter_averaging:period=3",
     ):

@@ -4,9 +4,10 @@ An exchange of gradients is a call of Python code within the step. Updates and w
 optimiser's own step is left as it is: an update is the difference of the weights to those that all ranks share.
 """
 
+import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import keras
@@ -26,8 +27,8 @@ from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_
 from hvdx.keras.seams.optimizers import step_counter, trained_variables, velocity_of
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.variables import dtype_of, is_float, view_of
-from hvdx.strategies import Exchange, HostExchange, StepInput, Strategy, TensorSpec
-from hvdx.strategies.contract import EACH_STEP, Weights
+from hvdx.strategies import Exchange, HostExchange, StepInput, Strategy
+from hvdx.strategies.contract import Weights, agree_on_steps
 from hvdx.strategies.parameter_averaging import AveragingExchange
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
 
@@ -101,34 +102,101 @@ class SteppedAdapter(Adapter):
         return rows * self.comm.size / total if total else 0.0
 
 
-class SteppedGradients(SteppedAdapter):
-    """Adapter that combines gradients within the step."""
+class SteppedExchange(SteppedAdapter):
+    """Adapter with one exchange; one on the host has a residual, and is that of the optimiser's next fit too."""
 
     def __init__(
         self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
     ):
         super().__init__(strategy, comm, optimizer, name, gain)
-        self.reset()
+        self._exchange: Exchange[np.ndarray] | None = None
+        before = _remembered.pop(innermost(optimizer), None)
+        if before is not None:
+            same = (repr(strategy), comm) == before[:2]
+            if same and {id(v) for v in before[2]} == {id(v) for v in trained_variables(innermost(optimizer))}:
+                self.record_variables(before[2])
+                self._exchange = cast("Exchange[np.ndarray]", before[3])
+            else:
+                before[3].close()
+
+    def _opened(self) -> Exchange[np.ndarray]:
+        if self._exchange is None:
+            self._exchange = cast("Exchange[np.ndarray]", self.strategy.open(self.comm, self.specs, name=self.name))
+        return self._exchange
+
+    @property
+    def exchange(self) -> HostExchange | None:  # type: ignore[override]
+        return self._exchange if isinstance(self._exchange, HostExchange) else None
+
+    @property
+    def exchanged(self) -> list[Variable]:
+        return self.variables
+
+    @property
+    def has_state(self) -> bool:
+        return self.strategy.rank_local_state and self._exchange is not None
 
     def reset(self) -> None:
         super().reset()
-        self._exchange: Exchange[np.ndarray] | None = None
+        if self.exchange is not None:
+            self.exchange.reset_telemetry()
+
+    def restart_timer(self) -> None:
+        if self.exchange is not None:
+            self.exchange.restart_timer()
+
+    def close(self) -> None:
+        if self.exchange is not None and self.strategy.persists_between_fits:
+            _remembered[innermost(self._optimizer())] = repr(self.strategy), self.comm, self.variables, self.exchange
+        elif self._exchange is not None:
+            self._exchange.close()
+
+    def cost(self) -> Telemetry:
+        return Telemetry() if self.exchange is None else self.exchange.telemetry
+
+    @property
+    def telemetries(self) -> list[Telemetry] | None:
+        return None if self.strategy.runs == "graph" else [] if self.exchange is None else [self.exchange.telemetry]
+
+    @property
+    def state_key(self) -> str:
+        return f"{self.strategy.name}, {self.strategy.placement}"
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return {} if self.exchange is None else self.exchange.state_dict()
+
+    def reopen(self, variables: Sequence[Variable]) -> None:
+        self.record_variables(variables)
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
+        self._opened()
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        cast(HostExchange, self._opened()).load_state_dict(state)
+
+
+class SteppedGradients(SteppedExchange):
+    """Adapter that combines gradients within the step."""
+
+    def reset(self) -> None:
+        super().reset()
         self._seconds, self._exchanges, self._first_bad = 0.0, 0, (0, "")
 
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Combine gradients over the ranks, and measure the time."""
-        specs, rows = self.specs, self._batch
-        return stepped().on_host(lambda arrays: self._combine(arrays, specs, rows), gradients)
+        rows = self._batch
+        return stepped().on_host(lambda arrays: self._combine(arrays, rows), gradients)
 
-    def _combine(self, arrays: list[np.ndarray], specs: list[TensorSpec], rows: float | None) -> Sequence[np.ndarray]:
+    def _combine(self, arrays: list[np.ndarray], rows: float | None) -> Sequence[np.ndarray]:
         bad = first_bad(arrays)
         if bad >= 0 and not self._first_bad[0]:
-            self._first_bad = self.steps.numpy() + 1, specs[bad].name
+            self._first_bad = self.steps.numpy() + 1, self.specs[bad].name
         now = clock.timer()
         begin = now()
         weight = self.share(rows)
         mine = [a if weight == 1.0 else a * a.dtype.type(weight) for a in arrays]
-        exchange = self._opened(specs)
+        exchange = self._opened()
         if isinstance(exchange, HostExchange):
             given = StepInput([m.astype(np.float32, copy=False) for m in mine], finite=bad < 0)
             combined: Sequence[object] = exchange.take(given)
@@ -139,33 +207,24 @@ class SteppedGradients(SteppedAdapter):
         results = [_like(c, a) for c, a in zip(combined, arrays, strict=True)]
         return [r * r.dtype.type(self.gain) for r in results] if self.gain != 1.0 else results
 
-    def _opened(self, specs: list[TensorSpec]) -> Exchange[np.ndarray]:
-        if self._exchange is None:
-            self._exchange = cast("Exchange[np.ndarray]", self.strategy.open(self.comm, specs, name=self.name))
-        return self._exchange
-
-    def close(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-
-    @property
-    def exchange(self) -> HostExchange | None:  # type: ignore[override]
-        return self._exchange if isinstance(self._exchange, HostExchange) else None
-
     def first_bad(self) -> tuple[int, str]:
         found, self._first_bad = self._first_bad, (0, "")
         return found
 
     def cost(self) -> Telemetry:
-        if isinstance(self._exchange, HostExchange):
-            return self._exchange.telemetry
+        if self.exchange is not None:
+            return self.exchange.telemetry
         sent = self._exchanges * (self._exchange.sent if self._exchange is not None else 0)
         elements = sum(s.elements for s in self.specs)
         return Telemetry(steps=self._exchanges, elements=elements, sent=sent, received=sent, exchanging=self._seconds)
 
 
-class SteppedUpdates(SteppedAdapter):
-    """Adapter that combines the updates of the ranks' own optimisers after each step."""
+class SteppedUpdates(SteppedExchange):
+    """Adapter that combines the updates of the ranks' own optimisers after each period, a step or several.
+
+    As under `PeriodicAdapter`, ranks go on from the shared weights, in periods of one step plus a share of their
+    residuals. What the script writes itself, as by constraints, is a part of the next update here.
+    """
 
     def __init__(
         self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
@@ -177,43 +236,27 @@ class SteppedUpdates(SteppedAdapter):
                 f"backend {backend.name()}, where each rank would average its own. Do: AllReduce(), or leave it out."
             )
         super().__init__(strategy, comm, optimizer, name, gain)
-        self._exchange: HostExchange | None = None
-        # Weights that all ranks share, from which a step's update is measured, by the `id` of the variable.
+        # Weights that all ranks share, float32 by the `id` of the variable, and the share of this rank's residual by
+        # which those at the beginning of the period were ahead of them.
         self._common: dict[int, np.ndarray] = {}
-        # What the step has told: index of the first gradient that is not finite, or -1; and a sample of the gradients.
+        self._share = np.float32(0.0)
+        # Whether `go_on` is to go ahead of the shared weights.
+        self._drained = False
+        # What steps have told: index of the period's first gradient that is not finite, or -1; a sample of the last.
         self._bad = -1
         self._sample: list[np.ndarray] | None = None
         self._since = 0
 
-    @property
-    def exchange(self) -> HostExchange | None:  # type: ignore[override]
-        return self._exchange
-
-    @property
-    def exchanged(self) -> list[Variable]:
-        return self.variables
-
-    @property
-    def has_state(self) -> bool:
-        return self._exchange is not None
-
     def rank_local_variables(self, now: bool = True) -> list[Variable]:
-        return slots(innermost(self._optimizer()))
-
-    def reset(self) -> None:
-        super().reset()
-        if self._exchange is not None:
-            self._exchange.reset_telemetry()
-
-    def restart_timer(self) -> None:
-        if self._exchange is not None:
-            self._exchange.restart_timer()
+        """Return the optimiser's state, and in mid-period the weights."""
+        return slots(innermost(self._optimizer())) + (self.variables if now and (self._since or self._share) else [])
 
     def begin_epoch(self) -> None:
         """Measure updates from the present weights: callbacks may have changed them, the same on all ranks."""
         self._common = {
             id(v): np.array(view_of(v), np.float32) for v in trained_variables(innermost(self._optimizer()))
         }
+        self.go_on()
 
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return this rank's own gradients, with zeros in place of those that are not finite.
@@ -238,7 +281,8 @@ class SteppedUpdates(SteppedAdapter):
     def _hear(self, arrays: Sequence[np.ndarray], sizes: Sequence[int], decay: float) -> None:
         """Keep what the step tells: gradients that are not finite, and elements of the others with their velocities."""
         fine, counter, *parts = arrays
-        self._bad = -1 if fine.all() else int(np.argmin(fine))
+        if self._bad < 0 and not fine.all():
+            self._bad = int(np.argmin(fine))
         if decay:
             pairs = iter(zip(parts[::2], parts[1::2], strict=True))
             correction = np.float32(math.sqrt(1.0 - decay ** (int(counter) + 1.0)))
@@ -248,14 +292,17 @@ class SteppedUpdates(SteppedAdapter):
     def due(self, steps: int) -> bool:
         super().due(steps)
         self._since += steps
-        return True
+        micro = innermost(self._optimizer()).gradient_accumulation_steps or 1
+        return self._since >= micro * (1 if self.exchange is None else self.exchange.period)
 
     def meet(self) -> None:
-        """Send the change of the weights since the last exchange, and add the combined one to the shared weights."""
+        """Send the change of the weights in this period, add the combined one to the shared weights, and go on."""
         now = clock.timer()
         begin = now()
-        common = [self._common[id(v)] for v in self.variables]
-        changes = [np.subtract(view_of(v), c, dtype=np.float32) for v, c in zip(self.variables, common, strict=True)]
+        changes = [
+            np.subtract(view_of(v), base, dtype=np.float32)
+            for v, base in zip(self.variables, self._begun(), strict=True)
+        ]
         weight = self.share(self._rows)
         if weight != 1.0:
             changes = [c * np.float32(weight) for c in changes]
@@ -266,47 +313,68 @@ class SteppedUpdates(SteppedAdapter):
             sample=self._sample,
             preparing=now() - begin,
             steps=self._since,
-            into=common,
+            into=[self._common[id(v)] for v in self.variables],
         )
-        self._opened().take(given)
+        exchange = cast(HostExchange, self._opened())
+        exchange.take(given)
+        self._go_ahead()
+        # Writing of the weights is cost: without an exchange, the optimiser would have written them.
+        exchange.applied()
         self._sample, self._since, self._bad, self._rows = None, 0, -1, None
-        for variable, value in zip(self.variables, common, strict=True):
+
+    def _begun(self) -> Iterator[np.ndarray]:
+        """Yield the weights, float32, from which the period began: the shared ones plus a share of the residual."""
+        unsent = self.exchange.unsent() if self.exchange is not None and self._share else ()
+        for variable, rest in itertools.zip_longest(self.variables, unsent):
+            common = self._common[id(variable)]
+            yield common if rest is None else common + self._share * np.asarray(rest)
+
+    def _go_ahead(self) -> None:
+        # A period of several steps begins from the shared weights, from which its changes are measured.
+        exchange = cast(HostExchange, self._opened())
+        self._share = np.float32(exchange.unsent_share if self.strategy.may_wait and exchange.period == 1 else 0.0)
+        self._write()
+
+    def _write(self) -> None:
+        for variable, value in zip(self.variables, self._begun(), strict=True):
             # A tensor could take the memory of the array, which the next step changes.
             variable.assign(value.astype(dtype_of(variable.dtype), copy=True))
         apply_constraints(self.variables)
 
-    def _opened(self) -> HostExchange:
-        if self._exchange is None:
-            self._exchange = cast(HostExchange, self.strategy.open(self.comm, self.specs, name=self.name))
-        return self._exchange
+    def flush(self) -> None:
+        """End the period, and return to the shared weights.
 
-    def close(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
+        Raises:
+            ReplicaError: on all ranks, if they have taken different numbers of steps.
+        """
+        if agree_on_steps(self._since, "the last exchange", self.comm):
+            self.meet()
+        if self._share:
+            self._share = np.float32(0.0)
+            self._write()
 
-    def cost(self) -> Telemetry:
-        return self._exchange.telemetry if self._exchange is not None else Telemetry()
+    def drain(self) -> None:
+        """End the period: a checkpoint holds the weights of all ranks."""
+        ahead = not self._since and bool(self._share)
+        self.flush()
+        self._drained = ahead
 
-    @property
-    def telemetries(self) -> list[Telemetry]:
-        return [] if self._exchange is None else [self._exchange.telemetry]
-
-    @property
-    def state_key(self) -> str:
-        return f"{self.strategy.name}, {self.strategy.placement}"
+    def go_on(self) -> None:
+        if self._drained:
+            self._drained = False
+            self._go_ahead()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        return {} if self._exchange is None else self._exchange.state_dict()
+        """Return the state of the exchange, with an entry "ahead" if `go_on` leaves the shared weights."""
+        return super().state_dict() | ({"ahead": np.ones((), np.int8)} if self._drained else {})
 
     def reopen(self, variables: Sequence[Variable]) -> None:
-        self.record_variables(variables)
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = None
-        self._opened()
+        self._since, self._share = 0, np.float32(0.0)
+        super().reopen(variables)
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        self._opened().load_state_dict(state)
+        super().load_state_dict(state)
+        self._drained = "ahead" in state
 
 
 class SteppedAverages(SteppedAdapter):
@@ -443,6 +511,9 @@ class SteppedAverages(SteppedAdapter):
         self._since, self._rows = int(state.get("since", 0)), float(state.get("samples", 0.0))
 
 
+# Of an optimiser whose fit has ended: its strategy, ranks, variables and exchange.
+_Memory = tuple[str, Comm, list[Variable], HostExchange]
+_remembered: "weakref.WeakKeyDictionary[keras.optimizers.Optimizer, _Memory]" = weakref.WeakKeyDictionary()
 # Optimisers with rank-local momenta from an earlier fit.
 _have_local_momenta: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.WeakSet()
 # Sample count of a rank without samples; if no rank has any, all count the same.
@@ -476,8 +547,6 @@ def make(
         backend.needs_tensorflow("mixed_float16, a LossScaleOptimizer")
     if isinstance(comm, GraphComm) and comm.size > 1:
         comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
-    if strategy.may_wait and strategy.schedule == EACH_STEP:
-        strategy = strategy.in_each_step(f"the backend {backend.name()}")
     assert kind is not None
     if strategy.runs == "graph":
         if comm not in _array_comms:
