@@ -277,8 +277,8 @@ def _agree_on_overflow(optimizer: keras.optimizers.Optimizer, adapter: Adapter) 
 
     def check_finite(_: keras.optimizers.Optimizer, original: Method, grads: Sequence[Gradient]) -> tf.Tensor:
         adapter.count_step()
-        overflowed = tf.cast(tf.logical_not(original(grads)), tf.float32)
-        return tf.equal(adapter.any_overflow(overflowed), 0.0)
+        overflowed = keras.ops.cast(keras.ops.logical_not(original(grads)), "float32")
+        return keras.ops.equal(adapter.any_overflow(overflowed), 0.0)
 
     wrap_overflow_check(optimizer, check_finite)
     adapter.agree_on_overflow()

@@ -79,6 +79,16 @@ class SteppedAdapter(Adapter):
         """Count the rows of a step that is taken now, for `meet`."""
         self._rows = (self._rows or 0.0) + rows
 
+    def any_overflow(self, overflowed: Gradient) -> Gradient:
+        """Return the overflow of any rank, so that the loss scales of all stay alike; if asynchronous, of this one."""
+        if self.strategy.asynchronous:
+            return overflowed
+
+        def ask(arrays: list[np.ndarray]) -> list[np.ndarray]:
+            return [np.asarray(self.comm.any_true(bool(arrays[0] > 0)), np.float32)]
+
+        return stepped().on_host(ask, [overflowed])[0]
+
     def close(self) -> None:
         """Close what the fit has opened. Collective."""
 
@@ -541,10 +551,8 @@ def make(
     """
     comm = comm or world.start()
     kind = _KINDS.get((strategy.runs, strategy.placement))
-    if kind is None or strategy.asynchronous or strategy.dedicated or strategy.provisional or comm.survives:
+    if kind is None or strategy.asynchronous or strategy.dedicated or comm.survives:
         backend.needs_tensorflow(f"strategy {strategy!r}" + ", HVDX_SURVIVE=1" * comm.survives)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        backend.needs_tensorflow("mixed_float16, a LossScaleOptimizer")
     if isinstance(comm, GraphComm) and comm.size > 1:
         comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
     assert kind is not None

@@ -224,7 +224,7 @@ class Attachment(Part):
         if kept is not None:
             use_train_function(model, kept.function)
         else:
-            model.make_train_function(force=True)
+            self._make_function()
         self._idle_at_the_end(None if kept is None else kept.idling)
 
     @property
@@ -328,17 +328,20 @@ class Attachment(Part):
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Check that the step went through the optimisers, and replace a provisional strategy that is ready."""
+        self._check_step()
+        if self.strategy.provisional:
+            # An optimiser that took no step has no exchange.
+            exchanges = [adapter.exchange for adapter in self.adapters if adapter.exchange is not None]
+            if self.strategy.ready(exchanges):
+                self._switch_strategy(exchanges)
+
+    def _check_step(self) -> None:
         self._check_optimizer()
         if not any(adapter.stepped for adapter in self.adapters) and self.model.trainable_weights:
             raise NotDistributedError(
                 "the training step did not go through the optimizer, so the ranks would train separately. In a custom "
                 "train_step call self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
             )
-        if self.strategy.provisional:
-            # An optimiser that took no step has no exchange.
-            exchanges = [adapter.exchange for adapter in self.adapters if adapter.exchange is not None]
-            if self.strategy.ready(exchanges):
-                self._switch_strategy(exchanges)
 
     def _check_optimizer(self) -> None:
         """Refuse another optimiser than that with which the fit began, and `compile`, after which Keras cannot go on.
@@ -377,6 +380,9 @@ class Attachment(Part):
             self.adapters[i] = self._attach(optimizer, f"fit.{i}")
             self.adapters[i].steps.assign(old.steps)
             self.adapters[i].restart_timer()
+        self._make_function()
+
+    def _make_function(self) -> None:
         self.model.make_train_function(force=True)
 
     def end_steps(self) -> None:

@@ -42,13 +42,25 @@ class SteppedAttachment(Attachment):
         if keras.backend.backend() == "torch" and model.jit_compile:
             self._jit_compile, model.jit_compile = model.jit_compile, False
         stepped().prepare(threads_for(self._comm.local_size).threads)
-        restore_train_step(model)
-        kind = type(model)
+        self._make_function()
+
+    def _make_function(self) -> None:
+        model, kind = self.model, type(self.model)
         standard = kind.train_step is keras.Model.train_step and kind.compute_loss is keras.Model.compute_loss
+        # Another function each time: JAX keeps the trace of one that it knows, with the adapters that were there then.
+        restore_train_step(model)
         wrap_train_step(model, functools.partial(self._with_losses, standard))
         use_train_function(model, None)
-        model.make_train_function(force=True)
+        super()._make_function()
         use_train_function(model, stepped().around(model.train_function, self._note))
+
+    def _continue_with(self, strategy: Strategy) -> None:
+        stepped().sync(self.model)
+        before = list(self.adapters)
+        super()._continue_with(strategy)
+        for old, new in zip(before, self.adapters, strict=True):
+            old.close()
+            new.begin_epoch()
 
     def _with_losses(self, standard: bool, own_step: Callable[..., object], *args: object, **named: object) -> object:
         """Take a step, or trace it for batches of these rows, with losses that are reduced as one process does."""
@@ -76,12 +88,13 @@ class SteppedAttachment(Attachment):
         self._first = False
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Exchange what is due, and check that the step went through the optimisers."""
-        super().on_train_batch_end(batch, logs)
+        """Exchange what is due, once the step has gone through the optimisers; see `Attachment`."""
+        self._check_step()
         for adapter in self.adapters:
             if adapter.due(self.model.steps_per_execution):
                 stepped().sync(self.model)
                 adapter.meet()
+        super().on_train_batch_end(batch, logs)
 
     def on_train_end(self, logs: Logs = None) -> None:
         for optimizer in self._optimizers:
