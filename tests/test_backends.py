@@ -9,20 +9,21 @@ from tests.backend_battery import CHECKS
 from tests.launch import run
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_every_check_holds_on(backend):
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_every_check_holds_on(backend, checkpoints):
     pytest.importorskip(backend)
-    done = run(2, ["-m", "tests.backend_battery"], 240, {"KERAS_BACKEND": backend}, fresh=True)
+    of_torch = (checkpoints / "torch").exists()
+    # Half of the time is that of XLA's compiler.
+    env = {"KERAS_BACKEND": backend, "CHECKPOINTS": str(checkpoints), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = run(2, ["-m", "tests.backend_battery"], 240, env, fresh=True)
     assert done.code == 0, done
     for check in CHECKS:
         assert f"held: {check.__name__}\n" in done.out, done
-
-
-def test_a_checkpoint_of_pytorch_resumes_on_jax(tmp_path):
-    for backend, epochs in (("torch", 1), ("jax", 2)):
-        pytest.importorskip(backend)
-        code = f"from tests.backend_battery import saved; saved({epochs}, {str(tmp_path / 'c')!r})"
-        done = run(2, ["-c", code], 120, {"KERAS_BACKEND": backend}, fresh=True)
-        assert done.code == 0, done
-    assert "random generators of another backend of Keras: they are not restored" in done.out
-    assert "resuming after epoch 1" in done.out
+    if backend == "jax" and of_torch:
+        assert "random generators of another backend of Keras: they are not restored" in done.out
+        assert "resuming after epoch 3" in done.out
