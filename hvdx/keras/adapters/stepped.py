@@ -8,7 +8,8 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -20,14 +21,14 @@ from hvdx.comm.interfaces import GraphComm
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.adapters import second_moments, updates
-from hvdx.keras.adapters.base import Adapter, apply_constraints, describe_sum, scaled
+from hvdx.keras.adapters.base import Adapter, apply_constraints, describe, describe_sum, scaled
 from hvdx.keras.adapters.finite import holds_bad
 from hvdx.keras.backends import stepped
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, moving_averages, slots
 from hvdx.keras.seams.optimizers import step_counter, trained_variables, velocity_of
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.variables import dtype_of, is_float, view_of
-from hvdx.strategies import Exchange, HostExchange, StepInput, Strategy
+from hvdx.strategies import Exchange, HostExchange, StepInput, Strategy, TensorSpec
 from hvdx.strategies.contract import Weights, agree_on_steps
 from hvdx.strategies.parameter_averaging import AveragingExchange
 from hvdx.strategies.telemetry import AveragingTelemetry, Telemetry
@@ -247,8 +248,10 @@ class SteppedUpdates(SteppedExchange):
             )
         super().__init__(strategy, comm, optimizer, name, gain)
         # Weights that all ranks share, float32 by the `id` of the variable, and the share of this rank's residual by
-        # which those at the beginning of the period were ahead of them.
-        self._common: dict[int, np.ndarray] = {}
+        # which those at the beginning of the period were ahead of them. Arrays, or the backend's tensors if the exchange
+        # runs on their GPU.
+        self._common: dict[int, Any] = {}
+        self._on_gpu = False
         self._share = np.float32(0.0)
         # Whether `go_on` is to go ahead of the shared weights.
         self._drained = False
@@ -263,9 +266,11 @@ class SteppedUpdates(SteppedExchange):
 
     def begin_epoch(self) -> None:
         """Measure updates from the present weights: callbacks may have changed them, the same on all ranks."""
-        self._common = {
-            id(v): np.array(view_of(v), np.float32) for v in trained_variables(innermost(self._optimizer()))
-        }
+        variables = trained_variables(innermost(self._optimizer()))
+        self._on_gpu = self.strategy.device_for(_located(variables)) != "cpu"
+        here = (np.array(view_of(v), np.float32) for v in variables)
+        values = stepped().copies([v.value for v in variables]) if self._on_gpu else here
+        self._common = dict(zip(map(id, variables), values, strict=True))
         self.go_on()
 
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -309,13 +314,16 @@ class SteppedUpdates(SteppedExchange):
         """Send the change of the weights in this period, add the combined one to the shared weights, and go on."""
         now = clock.timer()
         begin = now()
-        changes = [
-            np.subtract(view_of(v), base, dtype=np.float32)
-            for v, base in zip(self.variables, self._begun(), strict=True)
-        ]
-        weight = self.share(self._rows)
-        if weight != 1.0:
-            changes = [c * np.float32(weight) for c in changes]
+        weight, common = self.share(self._rows), [self._common[id(v)] for v in self.variables]
+        if self._on_gpu:
+            changes = [stepped().flat_update([v.value for v in self.variables], [*self._begun()], weight)]
+        else:
+            changes = [
+                np.subtract(view_of(v), base, dtype=np.float32)
+                for v, base in zip(self.variables, self._begun(), strict=True)
+            ]
+            if weight != 1.0:
+                changes = [c * np.float32(weight) for c in changes]
         given = StepInput(
             changes,
             finite=self._bad < 0,
@@ -323,18 +331,29 @@ class SteppedUpdates(SteppedExchange):
             sample=self._sample,
             preparing=now() - begin,
             steps=self._since,
-            into=[self._common[id(v)] for v in self.variables],
+            allocate=self._zeros if self._on_gpu else None,
+            into=None if self._on_gpu else common,
         )
         exchange = cast(HostExchange, self._opened())
-        exchange.take(given)
+        result = exchange.take(given)
+        if self._on_gpu:
+            self._common.update(zip(map(id, self.variables), stepped().add(common, result[0]), strict=True))
         self._go_ahead()
         # Writing of the weights is cost: without an exchange, the optimiser would have written them.
         exchange.applied()
         self._sample, self._since, self._bad, self._rows = None, 0, -1, None
 
-    def _begun(self) -> Iterator[np.ndarray]:
+    def _zeros(self, n: int) -> Any:
+        """Return float32[n] of zeros on the GPU of the weights."""
+        return stepped().zeros(n, next(iter(self._common.values())))
+
+    def _begun(self) -> Iterator[Any]:
         """Yield the weights, float32, from which the period began: the shared ones plus a share of the residual."""
-        unsent = self.exchange.unsent() if self.exchange is not None and self._share else ()
+        allocate = self._zeros if self._on_gpu else None
+        unsent = self.exchange.unsent(allocate) if self.exchange is not None and self._share else ()
+        if unsent and self._on_gpu:
+            yield from stepped().sums([self._common[id(v)] for v in self.variables], unsent[0] * self._share)
+            return
         for variable, rest in itertools.zip_longest(self.variables, unsent):
             common = self._common[id(variable)]
             yield common if rest is None else common + self._share * np.asarray(rest)
@@ -346,9 +365,12 @@ class SteppedUpdates(SteppedExchange):
         self._write()
 
     def _write(self) -> None:
-        for variable, value in zip(self.variables, self._begun(), strict=True):
-            # A tensor could take the memory of the array, which the next step changes.
-            variable.assign(value.astype(dtype_of(variable.dtype), copy=True))
+        # A tensor could take the memory of the array, which the next step changes.
+        pairs = zip(self.variables, self._begun(), strict=True)
+        here = (value.astype(dtype_of(variable.dtype), copy=True) for variable, value in pairs)
+        values = stepped().copies([*self._begun()]) if self._on_gpu else here
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.assign(value)
         apply_constraints(self.variables)
 
     def flush(self) -> None:
@@ -373,6 +395,11 @@ class SteppedUpdates(SteppedExchange):
         if self._drained:
             self._drained = False
             self._go_ahead()
+
+    def _opened(self) -> Exchange[np.ndarray]:
+        if self._exchange is None:
+            self.specs = _located(self.variables)
+        return super()._opened()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state of the exchange, with an entry "ahead" if `go_on` leaves the shared weights."""
@@ -571,6 +598,11 @@ def first_bad(arrays: Sequence[np.ndarray]) -> int:
         1
     """
     return next((i for i, array in enumerate(arrays) if holds_bad(array)), -1)
+
+
+def _located(variables: Sequence[Variable]) -> list[TensorSpec]:
+    """Return the specs of variables with the devices of their values, which a step that is traced does not know."""
+    return [replace(describe(v), device=stepped().device_of(v.value)) for v in variables]
 
 
 def _for_sum(values: np.ndarray) -> np.ndarray:

@@ -1,9 +1,11 @@
 """JAX: a training step is compiled, and calls Python code in the order of the program."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.experimental import io_callback
@@ -98,3 +100,54 @@ def sync(model: keras.Model) -> None:
 
 def prepare(threads: int) -> None:
     """Do nothing: JAX has as many threads as the process may use cores."""
+
+
+def device_of(array: jax.Array) -> str:
+    """Return the value of `TensorSpec.device` for an array, which no step that is traced holds."""
+    devices = [*array.devices()]
+    is_gpu = len(devices) == 1 and devices[0].platform in ("gpu", "cuda")
+    return f"GPU:{devices[0].local_hardware_id}" if is_gpu else "CPU"
+
+
+@jax.jit
+def copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Return copies in float32, each on the device of its array; a step gives away the memory of variables."""
+    return [jnp.array(a, jnp.float32, copy=True) for a in arrays]
+
+
+def flat_update(arrays: list[jax.Array], begun: list[jax.Array], weight: float) -> jax.Array:
+    """Return (arrays - begun) * weight on their GPU, float32[elements of all], which is filled.
+
+    Args:
+        arrays: values of variables.
+        begun: float32 arrays of the same shapes.
+        weight: factor.
+    """
+    return _differences(arrays, begun, np.float32(weight)).block_until_ready()
+
+
+@jax.jit
+def _differences(arrays: list[jax.Array], begun: list[jax.Array], weight: jax.Array) -> jax.Array:
+    pairs = zip(arrays, begun, strict=True)
+    return jnp.concatenate([jnp.ravel((a.astype(jnp.float32) - b) * weight) for a, b in pairs])
+
+
+def zeros(n: int, like: jax.Array) -> jax.Array:
+    """Return float32[n] of zeros on an array's GPU, filled, in memory that belongs to nobody else: kernels write it."""
+    return _zeros(n, like).block_until_ready()
+
+
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)
+def _zeros(n: int, _: jax.Array) -> jax.Array:
+    return jnp.zeros(n, jnp.float32)
+
+
+def sums(arrays: list[jax.Array], flat: jax.Array) -> list[jax.Array]:
+    """Return the sums of float32 arrays and a vector of all elements."""
+    parts = jnp.split(flat, np.cumsum([a.size for a in arrays])[:-1])
+    return [a + part.reshape(a.shape) for a, part in zip(arrays, parts, strict=True)]
+
+
+#: `sums` whose memory is that of the arrays.
+add = jax.jit(sums, donate_argnums=0)
+sums = jax.jit(sums)

@@ -1,6 +1,6 @@
 """PyTorch: a training step runs operation by operation, and its tensors are NumPy's on a CPU without a copy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -65,9 +65,63 @@ def around(function: Method, note: Callable[[object], None]) -> Method:
 
 
 def sync(model: keras.Model) -> None:
-    """Make the model's variables hold their values in the middle of an epoch; here they always do."""
+    """Wait until the model's variables, which always hold their values, have those of the last step on a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 def prepare(threads: int) -> None:
     """Give PyTorch this rank's share of the cores."""
     torch.set_num_threads(threads)
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    """Return the value of `TensorSpec.device` for a tensor."""
+    return f"GPU:{tensor.device.index}" if tensor.device.type == "cuda" else "CPU"
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield copies in float32, each on the device of its tensor."""
+    return (t.detach().to(torch.float32, copy=True) for t in tensors)
+
+
+def flat_update(tensors: Sequence[torch.Tensor], begun: Sequence[torch.Tensor], weight: float) -> torch.Tensor:
+    """Return (tensors - begun) * weight on their GPU, float32[elements of all], which is filled.
+
+    Args:
+        tensors: values of variables.
+        begun: float32 tensors of the same shapes.
+        weight: factor.
+    """
+    flat = torch.empty(sum(b.numel() for b in begun), dtype=torch.float32, device=begun[0].device)
+    with torch.no_grad():
+        for part, tensor, base in zip(_parts(flat, begun), tensors, begun, strict=True):
+            torch.sub(tensor, base, out=part)
+        return _filled(flat if weight == 1.0 else flat.mul_(weight))
+
+
+def zeros(n: int, like: torch.Tensor) -> torch.Tensor:
+    """Return float32[n] of zeros on a tensor's GPU, filled, in memory that belongs to nobody else."""
+    return _filled(torch.zeros(n, dtype=torch.float32, device=like.device))
+
+
+def add(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Add a vector of all elements to float32 tensors, whose memory the sums take; return them."""
+    return [t.add_(part) for t, part in zip(tensors, _parts(flat, tensors), strict=True)]
+
+
+def sums(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return the sums of float32 tensors and a vector of all elements."""
+    return [t + part for t, part in zip(tensors, _parts(flat, tensors), strict=True)]
+
+
+def _parts(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parts of a vector as views of the shapes of tensors."""
+    return [p.view(t.shape) for p, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+
+
+def _filled(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait until a tensor is filled: kernels of others may run on another stream of its GPU."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor
