@@ -248,8 +248,7 @@ class SteppedUpdates(SteppedExchange):
             )
         super().__init__(strategy, comm, optimizer, name, gain)
         # Weights that all ranks share, float32 by the `id` of the variable, and the share of this rank's residual by
-        # which those at the beginning of the period were ahead of them. Arrays, or the backend's tensors if the exchange
-        # runs on their GPU.
+        # which those at the beginning of the period were ahead of them. Arrays, or the backend's tensors on a GPU.
         self._common: dict[int, Any] = {}
         self._on_gpu = False
         self._share = np.float32(0.0)
@@ -352,7 +351,7 @@ class SteppedUpdates(SteppedExchange):
         allocate = self._zeros if self._on_gpu else None
         unsent = self.exchange.unsent(allocate) if self.exchange is not None and self._share else ()
         if unsent and self._on_gpu:
-            yield from stepped().sums([self._common[id(v)] for v in self.variables], unsent[0] * self._share)
+            yield from stepped().sums([self._common[id(v)] for v in self.variables], unsent[0], self._share)
             return
         for variable, rest in itertools.zip_longest(self.variables, unsent):
             common = self._common[id(variable)]

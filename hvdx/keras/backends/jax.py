@@ -142,12 +142,17 @@ def _zeros(n: int, _: jax.Array) -> jax.Array:
     return jnp.zeros(n, jnp.float32)
 
 
-def sums(arrays: list[jax.Array], flat: jax.Array) -> list[jax.Array]:
-    """Return the sums of float32 arrays and a vector of all elements."""
+def sums(arrays: list[jax.Array], flat: jax.Array, factor: float) -> list[jax.Array]:
+    """Return the sums of float32 arrays and a vector of all elements times a factor."""
+    # Compiled with the additions, the products would not be rounded as NumPy rounds them.
+    return _sums(arrays, flat * np.float32(factor))
+
+
+def _added(arrays: list[jax.Array], flat: jax.Array) -> list[jax.Array]:
     parts = jnp.split(flat, np.cumsum([a.size for a in arrays])[:-1])
     return [a + part.reshape(a.shape) for a, part in zip(arrays, parts, strict=True)]
 
 
-#: `sums` whose memory is that of the arrays.
-add = jax.jit(sums, donate_argnums=0)
-sums = jax.jit(sums)
+_sums = jax.jit(_added)
+#: Add a vector of all elements to float32 arrays, whose memory the sums take; return them.
+add = jax.jit(_added, donate_argnums=0)

@@ -110,9 +110,9 @@ def add(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tenso
     return [t.add_(part) for t, part in zip(tensors, _parts(flat, tensors), strict=True)]
 
 
-def sums(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the sums of float32 tensors and a vector of all elements."""
-    return [t + part for t, part in zip(tensors, _parts(flat, tensors), strict=True)]
+def sums(tensors: Sequence[torch.Tensor], flat: torch.Tensor, factor: float) -> list[torch.Tensor]:
+    """Return the sums of float32 tensors and a vector of all elements times a factor; the vector is overwritten."""
+    return [t + part for t, part in zip(tensors, _parts(flat.mul_(factor), tensors), strict=True)]
 
 
 def _parts(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
