@@ -16,6 +16,7 @@
 #   LIMIT=900           seconds that `make first-training` may take, where other work runs beside it
 #   BASE=IMAGE          the image that `make container` begins with, in place of one that debootstrap makes
 #   GPU_PYTHON=python3  the Python of `make gpu`, where .venv is not the one with the GPU's packages
+#   GPU_WHEELS=FOLDER   wheels of what that Python lacks, for a machine without a network (docs/gpu-cluster.md)
 
 PYTHON ?= python3
 MPI ?= own
@@ -74,12 +75,12 @@ help:
 	@echo 'make release     make wheel, if TAG is the version'
 	@echo 'make deaths      end, kill and stop one of four ranks, TIMES=$(TIMES) times for each strategy and way (hours)'
 	@echo 'make fuzz        throw damaged messages at the decoders for $(SECONDS) seconds'
-	@echo 'make gpu         on a machine with a GPU: test its kernels against the reference, and measure them'
+	@echo 'make gpu         on a machine with a GPU: test and measure its kernels, and trainings on it (GPU_PYTHON, GPU_WHEELS)'
 	@echo 'make fmt         mend what lint and formatting can mend'
 	@echo 'make tables      write the tables of figures in docs, from docs/benchmarks/*.json'
 	@echo 'make venv        prepare .venv: TensorFlow, Keras, MPI, Horovod, compiled kernels'
 	@echo 'make frameworks  install what only tests need, PyTorch and safetensors; make test does so too'
-	@echo 'make clean       delete .venv, .venv-docs, .venv-first and what tools left behind (wheels and kernels stay in the cache)'
+	@echo 'make clean       delete .venv, .venv-docs, .venv-first, .venv-gpu and what tools left behind (wheels and kernels stay in the cache)'
 	@echo
 	@echo 'options: MPI=system (the MPI on PATH), PYTHON=python3.12, WORKERS=4, TF=gpu'
 
@@ -197,12 +198,18 @@ deaths: $(HOROVOD) kernels
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz_wire --seconds $(SECONDS)
 
-# GPU_PYTHON may be a Python without TensorFlow, in which hvdx is not installed.
+# GPU_PYTHON may be a Python without TensorFlow, in which hvdx is not installed. With GPU_WHEELS it has to be outside of
+# any environment: .venv-gpu sees its packages.
+GPU_WHEELS ?=
+GPU_VENV := .venv-gpu
+GPU_RUN = $(if $(GPU_WHEELS),$(GPU_VENV)/bin/python,$(GPU_PYTHON))
 gpu: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu: $(if $(findstring $(BIN),$(GPU_PYTHON)),$(INSTALLED))
-	$(GPU_PYTHON) -m pytest --all tests/kernels/test_cuda_gpu.py tests/strategies/threshold/test_encoder_gpu.py \
-		tests/keras/adapters/test_host_gpu_at_ranks.py
-	$(GPU_PYTHON) jobs/benchmarks/gpu.py --json docs/benchmarks/gpu.json
+	$(if $(GPU_WHEELS),$(GPU_PYTHON) -m venv --system-site-packages $(GPU_VENV))
+	$(if $(GPU_WHEELS),$(GPU_RUN) -m pip install --quiet --no-index --no-deps --ignore-installed $(GPU_WHEELS)/*.whl)
+	$(GPU_RUN) -m pytest --all tests/kernels/test_cuda_gpu.py tests/strategies/threshold/test_encoder_gpu.py \
+		tests/keras/adapters/test_host_gpu_at_ranks.py tests/keras/adapters/test_stepped_gpu.py
+	$(GPU_RUN) jobs/benchmarks/gpu.py --json docs/benchmarks/gpu.json
 
 fmt: $(INSTALLED)
 	$(BIN)/ruff check --fix
@@ -212,7 +219,7 @@ tables: $(INSTALLED)
 	$(BIN)/python docs/tables.py
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(FIRST) $(NIGHTLY) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(FIRST) $(NIGHTLY) $(GPU_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find hvdx kernels jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

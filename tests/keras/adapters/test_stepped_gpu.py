@@ -12,6 +12,7 @@ import shutil
 
 import pytest
 
+from hvdx.cli.common.mpi_tools import find_mpi
 from tests.launch import run
 
 THERE = shutil.which("nvidia-smi") is not None
@@ -20,9 +21,9 @@ THERE = shutil.which("nvidia-smi") is not None
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 @pytest.mark.parametrize("where", [pytest.param("simulator", marks=pytest.mark.long), "gpu"])
 def test_trainings_keep_their_updates_on(where, backend):
-    for package, install in ((backend, backend), ("numba_cuda", "'hvdx[cuda]'")):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install {install}")
+    missing = [name for name in (backend, "keras", "numba_cuda", "mpi4py") if importlib.util.find_spec(name) is None]
+    if missing or find_mpi().mpirun is None:
+        pytest.skip(f"not installed: {', '.join(missing) or 'MPI'}")
     if (where == "gpu") != THERE:
         pytest.skip("there is a GPU" if THERE else "no GPU")
     environ = {"KERAS_BACKEND": backend, "HVDX_CUDA_SIMULATOR": "1"}
