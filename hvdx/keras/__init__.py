@@ -1,8 +1,8 @@
 """Keras 3 on several workers: the `Distribute` callback and the names of `horovod.tensorflow.keras`."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from hvdx.keras import backend, callbacks, layers  # noqa: F401  backend is first: it refuses others than TensorFlow
+from hvdx.keras import backend, callbacks
 from hvdx.keras.adapters.optimizer import count_samples
 from hvdx.keras.checkpoint import Checkpoint
 from hvdx.keras.costs import summary
@@ -44,23 +44,6 @@ from hvdx.keras.horovod.api import (
     size,
     size_op,
 )
-from hvdx.keras.horovod.batch_norm import SyncBatchNormalization
-from hvdx.keras.horovod.collectives import (
-    allgather,
-    allgather_object,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
 from hvdx.keras.horovod.distributed_optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,
@@ -68,9 +51,26 @@ from hvdx.keras.horovod.distributed_optimizer import (
     PartialDistributedOptimizer,
     load_model,
 )
+from hvdx.keras.horovod.objects import allgather_object, broadcast_object, broadcast_object_fn, broadcast_variables
 from hvdx.keras.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdx.keras.inference import evaluate, predict
 from hvdx.keras.loops import combine, flush, prepare
+
+if TYPE_CHECKING or backend.name() == "tensorflow":
+    from hvdx.keras import layers
+    from hvdx.keras.horovod.batch_norm import SyncBatchNormalization
+    from hvdx.keras.horovod.collectives import (
+        allgather,
+        allreduce,
+        alltoall,
+        broadcast,
+        broadcast_,
+        broadcast_global_variables,
+        grouped_allgather,
+        grouped_allreduce,
+        grouped_reducescatter,
+        reducescatter,
+    )
 
 __all__ = [
     "Adasum",
@@ -146,4 +146,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
+    if name in __all__:
+        backend.needs_tensorflow(f"hvdx.keras.{name}")
     raise error_for(name)

@@ -1,7 +1,14 @@
-"""The backend of Keras; others than hvdx trains on are refused before anything else of the room imports Keras."""
+"""The backend of Keras; others than hvdx trains on are refused before anything else of the room imports Keras.
+
+`tf` is TensorFlow. With JAX or PyTorch it is imported when something of it is first used, so it may be absent.
+"""
 
 import functools
+import importlib
+import operator
 import os
+import sys
+from typing import TYPE_CHECKING
 
 from hvdx.errors import ConfigError
 
@@ -13,11 +20,17 @@ def name() -> str:
     """Return the backend that Keras computes with: "tensorflow", "jax" or "torch".
 
     Raises:
-        ConfigError: if `KERAS_BACKEND` or `keras.json` names another one.
+        ConfigError: if `KERAS_BACKEND` or `keras.json` names another one, or one that is not installed.
     """
     found = os.environ.get("KERAS_BACKEND")
     if not found or found in _KNOWN:
-        import keras  # a backend that is not installed would raise here
+        try:
+            import keras
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"Keras: expected an installed backend, got no module {error.name}. Do: pip install 'hvdx[tf]', or "
+                "'hvdx[jax]' or 'hvdx[torch]' with KERAS_BACKEND=jax or torch."
+            ) from error
 
         found = keras.backend.backend()
     if found not in _KNOWN:
@@ -44,4 +57,35 @@ def needs_tensorflow(what: str) -> None:
         )
 
 
-name()
+def is_a(value: object, kind: str) -> bool:
+    """Return whether a value is of a class of TensorFlow, and do not import TensorFlow for it.
+
+    Args:
+        kind: name of the class, such as "data.Dataset".
+    """
+    # Whoever made such a value has imported TensorFlow.
+    return "tensorflow" in sys.modules and isinstance(value, _class(kind))
+
+
+@functools.cache
+def _class(kind: str) -> type:
+    return operator.attrgetter(kind)(tf)
+
+
+class _TensorFlow:
+    """TensorFlow, imported when something of it is used."""
+
+    def __getattr__(self, attribute: str) -> object:
+        try:
+            module = importlib.import_module("tensorflow")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"tf.{attribute}: expected TensorFlow to be installed, got none. Do: pip install 'hvdx[tf]'."
+            ) from error
+        return getattr(module, attribute)
+
+
+if TYPE_CHECKING or name() == "tensorflow":
+    import tensorflow as tf
+else:
+    tf = _TensorFlow()

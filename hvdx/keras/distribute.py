@@ -1,11 +1,12 @@
 """Distributed training by one added line: `model.fit(..., callbacks=[hvdx.keras.Distribute()])`."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import keras
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.mesh import mesh_of
@@ -14,6 +15,7 @@ from hvdx.keras import backend
 from hvdx.keras.adapters import finite
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.adapters.rank_local import Owner, declared, rank_local_ids
+from hvdx.keras.backend import tf
 from hvdx.keras.fit import callback_list, data, limits, replicas
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.comparison import Comparison
@@ -385,11 +387,11 @@ class Distribute(Parts):
         self._survival = Survival(comm, attachment, sync, self)
         self._in_steps = False
 
-    def __copy__(self) -> "Distribute":
+    def __copy__(self) -> Distribute:
         """Return a fresh callback with the same arguments: a fit leaves state, and the communicator has no copy."""
         return Distribute(*self._arguments)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Distribute":
+    def __deepcopy__(self, memo: dict[int, object]) -> Distribute:
         return self.__copy__()
 
     @property

@@ -1,15 +1,17 @@
 """Evaluation and prediction over all ranks, outside of `fit`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
 from hvdx.keras.adapters.rank_local import declared
+from hvdx.keras.backend import tf
 from hvdx.keras.fit import arrays, metrics, replicas
 from hvdx.keras.fit.agreement import pipeline, shares
 from hvdx.keras.fit.data import untuned
@@ -24,7 +26,7 @@ T = TypeVar("T")
 _BATCH_SIZE = 32
 
 
-def predict(model: keras.Model, data: "tf.data.Dataset | Arrays", batch_size: int | None = None) -> Any:
+def predict(model: keras.Model, data: tf.data.Dataset | Arrays, batch_size: int | None = None) -> Any:
     """Predict on all ranks together: each rank takes a part of the data, and all receive all predictions. Collective.
 
     Args:
@@ -61,7 +63,7 @@ def predict(model: keras.Model, data: "tf.data.Dataset | Arrays", batch_size: in
     return keras.tree.map_structure(lambda *each: np.concatenate(each), *parts)
 
 
-def evaluate(model: keras.Model, data: "tf.data.Dataset | Arrays", batch_size: int | None = None) -> LogValues:
+def evaluate(model: keras.Model, data: tf.data.Dataset | Arrays, batch_size: int | None = None) -> LogValues:
     """Evaluate on all ranks together: each rank takes a part of the data, and metrics cover all of it. Collective.
 
     Args:
@@ -114,7 +116,7 @@ class _Beginning(keras.callbacks.Callback):
 
 
 def _open(
-    what: str, model: keras.Model, data: "tf.data.Dataset | Arrays", batch_size: int | None, comm: Comm
+    what: str, model: keras.Model, data: tf.data.Dataset | Arrays, batch_size: int | None, comm: Comm
 ) -> tuple[tf.data.Dataset | None, int]:
     """Return this rank's part of the data, None if it is empty, and the number of elements of all parts. Collective."""
 
@@ -147,7 +149,7 @@ def _open(
     return share, counts[0]
 
 
-def _check(what: str, model: keras.Model, data: "tf.data.Dataset | Arrays") -> None:
+def _check(what: str, model: keras.Model, data: tf.data.Dataset | Arrays) -> None:
     if not model.built:
         raise ConfigError(
             f"{what}: expected a built model, got one without weights. Do: build, train or load it first."
@@ -169,7 +171,7 @@ def _check(what: str, model: keras.Model, data: "tf.data.Dataset | Arrays") -> N
 
 
 def _part(
-    what: str, data: "tf.data.Dataset | Arrays", batch_size: int | None, rank: int, size: int
+    what: str, data: tf.data.Dataset | Arrays, batch_size: int | None, rank: int, size: int
 ) -> tuple[tf.data.Dataset | None, int]:
     """Return a rank's part, consecutive elements of the data, and the number of all elements."""
     if isinstance(data, tf.data.Dataset):

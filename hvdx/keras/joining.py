@@ -1,5 +1,7 @@
 """Joining the world from Keras: also assign cores and GPUs, and warn about a `fit` that is not distributed."""
 
+from __future__ import annotations
+
 import os
 import re
 import socket
@@ -7,12 +9,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import tensorflow as tf
-
 from hvdx import strategies
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.launcher import TENSORFLOW_THREADS, detect, own_cores, threads_for
 from hvdx.keras import separate
+from hvdx.keras.backend import tf
 from hvdx.keras.seams.graphs import leave_to_python
 from hvdx.log import Log
 from hvdx.strategies import Strategy
@@ -183,7 +184,7 @@ def _set_gpu(comm: Comm, environs: Sequence[Mapping[str, str]]) -> str:
     return "one GPU"
 
 
-_joined: "weakref.WeakSet[Comm]" = weakref.WeakSet()
+_joined: weakref.WeakSet[Comm] = weakref.WeakSet()
 
 
 def join(strategy: Strategy | str | None = None) -> Comm:

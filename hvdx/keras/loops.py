@@ -1,17 +1,19 @@
 """Training loops of a script's own, without `fit`: `prepare`, `flush` and `combine`."""
 
+from __future__ import annotations
+
 import atexit
 import functools
 import weakref
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters.optimizer import adapter_of
 from hvdx.keras.adapters.optimizer import flush as flush_exchange
+from hvdx.keras.backend import tf
 from hvdx.keras.fit import metrics, replicas, state
 from hvdx.keras.horovod.distributed_optimizer import DistributedOptimizer
 from hvdx.keras.joining import join
@@ -26,7 +28,7 @@ from hvdx.strategies import Strategy, resolve
 _log = Log(__name__)
 
 # Prepared optimisers of each model; of a loss-scale optimiser, the inner one.
-_prepared: "weakref.WeakKeyDictionary[keras.Model, weakref.WeakSet[keras.optimizers.Optimizer]]" = (
+_prepared: weakref.WeakKeyDictionary[keras.Model, weakref.WeakSet[keras.optimizers.Optimizer]] = (
     weakref.WeakKeyDictionary()
 )
 

@@ -1,5 +1,7 @@
 """Lists of variables and layers in arguments, and the values of a variable."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from types import UnionType
@@ -7,10 +9,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
+from hvdx.keras.backend import tf
 from hvdx.keras.types import Variable
 
 

@@ -1,29 +1,33 @@
 """Parts of weights that are split over the ranks of a group, and of the optimiser's state for them."""
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.interfaces import Channel
 from hvdx.comm.mesh import Mesh
-from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
+from hvdx.keras.backend import tf
 from hvdx.keras.optimizer_state import accumulated_gradients, innermost, slots
 from hvdx.keras.seams.optimizers import averages_of, slot_prefix, trained_variables
 from hvdx.keras.types import Variable
 from hvdx.keras.variables import view_of
 
-T = TypeVar("T", tf.Tensor, np.ndarray)
+if TYPE_CHECKING:
+    from hvdx.comm.split_tensors import SplitTensors
+
+T = TypeVar("T", "tf.Tensor", np.ndarray)
 _ATTRIBUTE = "_hvdx_part"
 # These optimisers compute norms or statistics of whole weights.
 _NEED_WHOLE_WEIGHTS = ("Adafactor", "Lamb", "Muon")
-_tensors: "weakref.WeakKeyDictionary[Channel, SplitTensors]" = weakref.WeakKeyDictionary()
+_tensors: weakref.WeakKeyDictionary[Channel, SplitTensors] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class WeightPart:
 def tensors_of(mesh: Mesh) -> SplitTensors:
     """Return the collectives of a mesh's group."""
     if mesh.channel not in _tensors:
+        from hvdx.comm.split_tensors import SplitTensors
+
         _tensors[mesh.channel] = SplitTensors(mesh.channel)
     return _tensors[mesh.channel]
 

@@ -2,6 +2,7 @@
 
 # Tests: hvdx/keras/callbacks.py, hvdx/keras/horovod/api.py
 # Tests: hvdx/keras/horovod/collectives.py, hvdx/keras/horovod/distributed_optimizer.py
+# Tests: hvdx/keras/horovod/objects.py
 
 import keras
 import numpy as np

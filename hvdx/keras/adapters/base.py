@@ -1,11 +1,12 @@
 """The contract of an adapter, which connects one optimiser to a strategy inside the training function."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm.interfaces import Comm
@@ -13,6 +14,7 @@ from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.adapters import rows
+from hvdx.keras.backend import is_a, tf
 from hvdx.keras.seams.frames import loss_scale_calls
 from hvdx.keras.seams.graphs import traces_for_xla
 from hvdx.keras.types import Gradient, Variable
@@ -33,7 +35,7 @@ class Call(NamedTuple):
         indices: for each gradient the dtype of its indices, or None if it is dense.
     """
 
-    adapter: "Adapter"
+    adapter: Adapter
     variables: list[Variable]
     indices: list[tf.DType | None]
 
@@ -321,7 +323,7 @@ class Adapter:
 
 
 def _index_dtype(gradient: Gradient) -> tf.DType | None:
-    return gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None
+    return gradient.indices.dtype if is_a(gradient, "IndexedSlices") else None
 
 
 def describe(variable: Variable) -> TensorSpec:
@@ -386,19 +388,19 @@ def apply_constraints(variables: Sequence[Variable]) -> None:
 
 def values_of(gradient: Gradient) -> tf.Tensor:
     """Return the values of a dense gradient or of `tf.IndexedSlices`."""
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return gradient.values if is_a(gradient, "IndexedSlices") else gradient
 
 
 def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
     """Return a gradient of the same rows with other values."""
-    if isinstance(gradient, tf.IndexedSlices):
+    if is_a(gradient, "IndexedSlices"):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return values
 
 
 def scaled(gradient: Gradient, gain: float | tf.Tensor) -> Gradient:
     """Return a gradient times a factor, a number or a scalar tensor."""
-    if isinstance(gain, tf.Tensor):
+    if is_a(gain, "Tensor"):
         values = values_of(gradient)
         return with_values(gradient, values * tf.cast(gain, values.dtype))
     return gradient if gain == 1.0 else with_values(gradient, values_of(gradient) * gain)

@@ -1,14 +1,16 @@
 """NaN and infinity in gradients and weights: the rank, step and gradient where they first occurred."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
 from hvdx.keras import backend
 from hvdx.keras.adapters.base import values_of, with_values
+from hvdx.keras.backend import tf
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.variables import view_of
 from hvdx.log import Log
@@ -17,7 +19,7 @@ _log = Log(__name__)
 
 # The cheapest tensor summary of tfdbg, in one pass without a copy: [an id, whether the tensor holds NaN or infinity].
 _HEALTH = 2
-_FLOAT_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class FirstBad:
@@ -144,7 +146,7 @@ def _after(read: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
 
 
 def _health(value: tf.Tensor) -> tf.Tensor:
-    if value.dtype not in _FLOAT_DTYPES:
+    if value.dtype.name not in _FLOAT_DTYPES:
         return tf.zeros(2)
     return tf.raw_ops.DebugNumericSummaryV2(
         input=value, output_dtype=tf.float32, tensor_debug_mode=_HEALTH, tensor_id=0

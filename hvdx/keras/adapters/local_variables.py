@@ -1,12 +1,14 @@
 """Local variables: weights that each rank trains alone, beside those that all ranks train together."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import keras
-import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import scaled
+from hvdx.keras.backend import is_a, tf
 from hvdx.keras.optimizer_state import innermost, slots
 from hvdx.keras.seams.layers import KerasVariable, raw_variable
 from hvdx.keras.seams.optimizers import slot_prefix, trained_variables
@@ -70,7 +72,7 @@ class LocalVariables:
 
     def holds(self, variable: Variable) -> bool:
         """Return whether a variable is in the set; False for a tensor."""
-        return isinstance(variable, KerasVariable | tf.Variable) and _ref(variable) in self._refs
+        return (isinstance(variable, KerasVariable) or is_a(variable, "Variable")) and _ref(variable) in self._refs
 
     def exchange_others(
         self,

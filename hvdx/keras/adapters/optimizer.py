@@ -8,10 +8,11 @@ average weights, it wraps the whole of `apply`. Methods are replaced on the opti
 Its class stays the same, so that Keras saves, compares and copies a plain optimiser.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import keras
-import tensorflow as tf
 
 from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
@@ -20,10 +21,7 @@ from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.adapters import stepped
 from hvdx.keras.adapters.base import Adapter, refuse_xla, values_of, with_values
-from hvdx.keras.adapters.graph import AveragingAdapter, GraphAdapter
-from hvdx.keras.adapters.host import HostAdapter
-from hvdx.keras.adapters.periodic import PeriodicAdapter
-from hvdx.keras.adapters.weights import WeightsAdapter
+from hvdx.keras.backend import tf
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import layers_of
 from hvdx.keras.seams.optimizers import (
@@ -82,14 +80,6 @@ def _scaled(gradient: Gradient, factor: tf.Tensor) -> Gradient:
     return with_values(gradient, values * tf.cast(factor, values.dtype))
 
 
-# Adapters by `Strategy.runs` and `Strategy.placement`.
-_ADAPTERS: dict[tuple[str, str], Callable[..., Adapter]] = {
-    ("graph", "gradient"): GraphAdapter,
-    ("graph", "weights"): AveragingAdapter,
-    ("host", "gradient"): HostAdapter,
-    ("host", "update"): HostAdapter,
-    ("host", "weights"): WeightsAdapter,
-}
 _ADAPTER = "_hvdx_adapter"
 
 
@@ -140,7 +130,20 @@ def _make_adapter(
     """Make the adapter for a strategy; start the engine if the strategy runs in the graph."""
     if backend.name() != "tensorflow":
         return stepped.make(strategy, optimizer, name, gain, comm)
-    kind = _ADAPTERS.get((strategy.runs, strategy.placement))
+    # Imported here because they import TensorFlow.
+    from hvdx.keras.adapters.graph import AveragingAdapter, GraphAdapter
+    from hvdx.keras.adapters.host import HostAdapter
+    from hvdx.keras.adapters.periodic import PeriodicAdapter
+    from hvdx.keras.adapters.weights import WeightsAdapter
+
+    adapters: dict[tuple[str, str], type[Adapter]] = {
+        ("graph", "gradient"): GraphAdapter,
+        ("graph", "weights"): AveragingAdapter,
+        ("host", "gradient"): HostAdapter,
+        ("host", "update"): HostAdapter,
+        ("host", "weights"): WeightsAdapter,
+    }
+    kind: Callable[..., Adapter] | None = adapters.get((strategy.runs, strategy.placement))
     if strategy.may_wait and kind is HostAdapter:
         if innermost(optimizer).use_ema:
             # The averages of ranks that have weights of their own would differ.
@@ -151,7 +154,7 @@ def _make_adapter(
             kind = PeriodicAdapter
     if kind is None or (strategy.schedule != EACH_STEP and kind is not AveragingAdapter):
         raise ConfigError(
-            f"strategy {strategy!r}: expected (runs, placement) to be one of {sorted(_ADAPTERS)}, and a schedule only "
+            f"strategy {strategy!r}: expected (runs, placement) to be one of {sorted(adapters)}, and a schedule only "
             f"with ('graph', 'weights'), got {(strategy.runs, strategy.placement)} with the schedule "
             f"{strategy.schedule}. Do: change its traits."
         )

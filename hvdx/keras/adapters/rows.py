@@ -10,17 +10,18 @@ A gradient weighed by rows then has the factor denominator / sum of denominators
 Keras also weighs by rows, is the loss of one process.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm, GraphComm
-from hvdx.comm.host_graph import on_host
 from hvdx.comm.interfaces import Reduction
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
+from hvdx.keras.backend import tf
 from hvdx.keras.backends import stepped
 from hvdx.keras.types import Structure
 
@@ -96,6 +97,8 @@ def total(comm: Comm, numbers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor
         if isinstance(comm, GraphComm):
             (sums,) = comm.all_reduce([mine], Reduction(average=False), name)
         else:
+            from hvdx.comm.host_graph import on_host
+
             (sums,) = on_host(lambda vector: [comm.all_reduce_sum(vector, name)], [mine], [tf.float64])
         return tf.unstack(tf.ensure_shape(sums, [len(numbers)]))
 

@@ -3,12 +3,14 @@
 A strategy compares the samples of all ranks; see `hvdx.strategies.threshold.gradient_noise`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 
 import keras
-import tensorflow as tf
 
+from hvdx.keras.backend import is_a, tf
 from hvdx.keras.seams.optimizers import owner_of_update_step, velocity_of
 from hvdx.keras.types import Gradient, Variable
 from hvdx.keras.weight_parts import part_of
@@ -80,9 +82,7 @@ def counts(gradients: Sequence[Gradient], variables: Sequence[Variable]) -> list
     Args:
         gradients, variables: see `sample`.
     """
-    sizes = [
-        0 if isinstance(g, tf.IndexedSlices) else math.prod(v.shape) for g, v in zip(gradients, variables, strict=True)
-    ]
+    sizes = [0 if is_a(g, "IndexedSlices") else math.prod(v.shape) for g, v in zip(gradients, variables, strict=True)]
     found = [0] * len(sizes)
     # The sizes of parts of split layers differ between the ranks that exchange whole weights.
     for is_part in (False, True):

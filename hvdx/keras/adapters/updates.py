@@ -1,12 +1,14 @@
 """The updates that an optimiser would add to the weights, and their addition."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import keras
-import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import values_of, with_values
+from hvdx.keras.backend import tf
 from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.seams.optimizers import divert_assignments, is_of_keras, owner_of_update_step
 from hvdx.keras.types import Gradient, Variable

@@ -1,5 +1,7 @@
 """`Checkpoint`: a callback that saves a training, at any step, and resumes it."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
@@ -11,12 +13,12 @@ from typing import NamedTuple, NoReturn
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.preemption import REQUEUE_CODE, PreemptionListener, acknowledge
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.backend import tf
 from hvdx.keras.checkpoint.contents import Data, random_states, set_random_states, snapshot
 from hvdx.keras.checkpoint.folder import Folder, Position, positions_in
 from hvdx.keras.checkpoint.restoring import Restored, restore_newest
@@ -417,7 +419,7 @@ class Checkpoint(Part):
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def _exchange_status(self, place: str) -> "_Status":
+    def _exchange_status(self, place: str) -> _Status:
         """Exchange the status of all ranks. Collective."""
         stops = self.model.stop_training if self._sync is None else self._sync.wants_stop
         mine = {

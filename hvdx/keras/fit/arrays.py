@@ -1,5 +1,7 @@
 """Arrays that `shard` accepts: those that Keras' `fit` accepts, and lists of numbers."""
 
+from __future__ import annotations
+
 import math
 import weakref
 from collections.abc import Mapping
@@ -7,9 +9,9 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.errors import ConfigError, HvdxError
+from hvdx.keras.backend import tf
 from hvdx.keras.types import Arrays, Structure, TensorLike
 
 _SPARSE = "Give a tf.data.Dataset.from_tensor_slices(...) of a tf.sparse.SparseTensor, or a dense array."
@@ -41,7 +43,7 @@ class Rows:
         self._array, self.shape = array, tf.TensorShape(array.shape)
         self.dtype = tf.as_dtype(keras.config.floatx() if array.dtype.kind == "f" else array.dtype)
 
-    def __getitem__(self, key: slice) -> "Rows":
+    def __getitem__(self, key: slice) -> Rows:
         return Rows(self._array[key])
 
     def read(self, at: np.ndarray) -> np.ndarray:
@@ -136,7 +138,7 @@ def rows_at(tensors: Structure, positions: tf.Tensor) -> Structure:
         positions: int64[m].
     """
 
-    def part(array: "tf.Tensor | tf.RaggedTensor | Rows | None") -> tf.Tensor | tf.RaggedTensor | None:
+    def part(array: tf.Tensor | tf.RaggedTensor | Rows | None) -> tf.Tensor | tf.RaggedTensor | None:
         if isinstance(array, Rows):
             return array.at(positions)
         return None if array is None else tf.gather(array, positions)

@@ -4,18 +4,20 @@
 loss that is a mean over the rows, as most are. A rank that has no batch left takes part in the steps of the others.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.keras import backend
 from hvdx.keras.adapters import rows
 from hvdx.keras.adapters.base import ROWS, Call
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.backend import tf
 from hvdx.keras.fit import data
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import arrays_of, batch_size_of, dataset_of, epoch_is_one_pass, last_batch_of
@@ -236,7 +238,7 @@ class Idling:
             self._zero = tf.Variable(0.0, trainable=False)
         self._batch = 0
 
-    def resize(self, own: int, all: int) -> "Idling":
+    def resize(self, own: int, all: int) -> Idling:
         """Take other numbers of batches from the next step on."""
         self._own, self._all, self._batch = own, all, 0
         return self

@@ -1,11 +1,13 @@
 """Order of the callbacks of a `fit`, callbacks that run on rank 0 only, and access to the data iterator of `fit`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
-import tensorflow as tf
 
 from hvdx.errors import ConfigError
+from hvdx.keras.backend import tf
 from hvdx.keras.fit import py_datasets
 from hvdx.keras.fit.part import Part
 from hvdx.keras.seams import iterators

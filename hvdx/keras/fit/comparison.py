@@ -1,5 +1,7 @@
 """Comparisons over the ranks at the start of a fit and after its first step."""
 
+from __future__ import annotations
+
 import functools
 import math
 import socket
@@ -7,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import tensorflow as tf
 import xxhash
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
+from hvdx.keras.backend import tf
 from hvdx.keras.fit.agreement import generators, model_state, pipeline, shares
 from hvdx.keras.fit.agreement.sample import sample
 from hvdx.keras.fit.attachment import Attachment

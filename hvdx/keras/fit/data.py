@@ -1,13 +1,14 @@
 """Each rank's share of the data."""
 
+from __future__ import annotations
+
 import numbers
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import tensorflow as tf
-
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.backend import tf
 from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
 from hvdx.keras.joining import join
@@ -19,7 +20,7 @@ _BUFFER = 10_000
 
 # The orders of this process's shuffled shares depend on these: for arrays the epoch counter of each share, for datasets
 # the pair of TensorFlow's global seed and the seed of `shard`.
-_shares: list["_Share"] = []
+_shares: list[_Share] = []
 _seeds: list[tuple[int, int]] = []
 
 
@@ -51,7 +52,7 @@ class _Place(NamedTuple):
     both: tf.Variable | None = None
 
     @classmethod
-    def of(cls, rank: int, size: int) -> "_Place":
+    def of(cls, rank: int, size: int) -> _Place:
         """Return a place that `deal` can change."""
         both = tf.Variable([rank, size], dtype=tf.int64, trainable=False)
         _places.append(weakref.ref(both))
@@ -86,7 +87,7 @@ def deal(rank: int, size: int) -> None:
 
 
 def shard(
-    data: "tf.data.Dataset | Arrays",
+    data: tf.data.Dataset | Arrays,
     batch_size: int | None = None,
     *,
     global_batch_size: int | None = None,
@@ -199,7 +200,7 @@ def _shard_arrays(
     drop_remainder: bool,
     steps: int | None,
     initial_epoch: int,
-    place: "_Place",
+    place: _Place,
     rank: int,
     size: int,
 ) -> tf.data.Dataset:
@@ -284,7 +285,7 @@ def _shard_dataset(
     seed: int,
     drop_remainder: bool,
     steps: int | None,
-    place: "_Place",
+    place: _Place,
     size: int,
 ) -> tf.data.Dataset:
     count = int(data.cardinality())
@@ -324,7 +325,7 @@ def _shard_dataset(
 
 
 def _changing_share(
-    data: tf.data.Dataset, place: "_Place", batch: int | None, drop_remainder: bool, steps: int
+    data: tf.data.Dataset, place: _Place, batch: int | None, drop_remainder: bool, steps: int
 ) -> tf.data.Dataset:
     """Return a share that is dealt when a pass begins; `steps` is 0 if it may differ between ranks."""
 

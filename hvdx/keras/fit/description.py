@@ -1,5 +1,7 @@
 """Description of a fit for its record: the model, the optimiser, the software and the machine."""
 
+from __future__ import annotations
+
 import importlib.metadata
 import math
 import os
@@ -14,10 +16,10 @@ from typing import TypeVar
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.comm.launcher import usable_memory
+from hvdx.keras.backend import tf
 from hvdx.keras.costs import leaves_of
 from hvdx.keras.fit import data
 from hvdx.keras.optimizer_state import innermost, slots

@@ -4,12 +4,14 @@ A script seeds all ranks alike, so that shuffles, splits and initial weights are
 module, ranks would also draw the same dropout masks, for different samples.
 """
 
+from __future__ import annotations
+
 import random
 
 import keras
 import numpy as np
-import tensorflow as tf
 
+from hvdx.keras.backend import tf
 from hvdx.keras.fit.part import Part
 from hvdx.keras.seams.models import common_generator, layers_of, seed_generators_of
 from hvdx.keras.types import Logs

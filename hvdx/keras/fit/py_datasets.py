@@ -4,10 +4,11 @@ Keras calls the hooks of a `PyDataset` around an epoch that takes all its batche
 refuses the next one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
-import tensorflow as tf
-
+from hvdx.keras.backend import tf
 from hvdx.keras.seams.iterators import EpochIterator, drop_read_ahead, py_dataset_adapter, take_epoch_hooks
 
 

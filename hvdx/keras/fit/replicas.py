@@ -1,11 +1,12 @@
 """Comparison, broadcast and averaging of the replicas of a model."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterator, Sequence
 
 import keras
 import numpy as np
 import numpy.typing as npt
-import tensorflow as tf
 import xxhash
 
 from hvdx.comm import Comm
@@ -15,6 +16,7 @@ from hvdx.errors import ReplicaError
 from hvdx.keras import backend
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.rank_local import declared, rank_local_ids
+from hvdx.keras.backend import tf
 from hvdx.keras.optimizer_state import accumulated_gradients
 from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.types import Variable

@@ -3,16 +3,18 @@
 N ranks take one N-th of the steps of one process, so learning-rate schedules that count steps may not end in a fit.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import keras
-import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import HvdxError, ReplicaError
 from hvdx.keras.adapters import finite
 from hvdx.keras.adapters.optimizer import optimizers_of
 from hvdx.keras.adapters.rank_local import rank_local_ids
+from hvdx.keras.backend import tf
 from hvdx.keras.fit import callback_list, py_datasets
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting

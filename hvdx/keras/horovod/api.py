@@ -3,6 +3,8 @@
 The collectives are in `collectives`.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import operator
 import os
@@ -12,12 +14,12 @@ from typing import Protocol, TypeAlias, cast
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdx import comm as world
-from hvdx.comm import horovod, launcher
+from hvdx.comm import launcher
 from hvdx.comm.interfaces import Wire
 from hvdx.errors import ConfigError
+from hvdx.keras.backend import tf
 from hvdx.keras.horovod.process_sets import ProcessSet, add_process_set, allow, set_of
 from hvdx.keras.joining import join
 from hvdx.strategies import Strategy, leave
@@ -183,7 +185,9 @@ def cross_size() -> int:
 def _query(name: str) -> int:
     if importlib.util.find_spec("horovod") is None:
         return int(name == "mpi_built")  # MPI carries what Horovod would
-    return getattr(horovod.load(), name)()
+    from hvdx.comm.horovod import load
+
+    return getattr(load(), name)()
 
 
 def mpi_built() -> bool:

@@ -1,5 +1,7 @@
 """`DistributedOptimizer` and `DistributedGradientTape`: Horovod's two interfaces to averaged gradients."""
 
+from __future__ import annotations
+
 import collections
 import itertools
 import os
@@ -7,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdx.errors import ConfigError
 from hvdx.keras import backend, separate
 from hvdx.keras.adapters.base import Adapter, refuse_xla
 from hvdx.keras.adapters.local_variables import LocalVariables, trained_by
 from hvdx.keras.adapters.optimizer import attach
+from hvdx.keras.backend import tf
 from hvdx.keras.horovod.api import Average, Compression, Compressor, Operation, operation, unsupported, wire
 from hvdx.keras.horovod.process_sets import ProcessSet, comm_or_none, is_partial
 from hvdx.keras.joining import join
@@ -193,7 +195,7 @@ class DistributedGradientTape:
         self._tape = gradtape
         self._comm = comm_or_none(process_set, "DistributedGradientTape", chosen.engine)
 
-    def __enter__(self) -> "DistributedGradientTape":
+    def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()
         return self
 

@@ -1,18 +1,18 @@
 """Process sets: subsets of the ranks, with collectives of their own."""
 
+from __future__ import annotations
+
 import itertools
 import os
 from collections.abc import Sequence
 from typing import TypeGuard
 
-import tensorflow as tf
-
 from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
-from hvdx.comm.horovod import PROCESS_SETS
 from hvdx.comm.interfaces import Engine
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras import separate
+from hvdx.keras import backend, separate
+from hvdx.keras.backend import tf
 from hvdx.keras.joining import join
 
 
@@ -88,6 +88,8 @@ _numbers = itertools.count(1)
 
 def allow() -> None:
     """Make Horovod accept process sets at any time; effective only before Horovod starts."""
+    from hvdx.comm.horovod import PROCESS_SETS
+
     os.environ[PROCESS_SETS] = "1"
 
 
@@ -198,6 +200,8 @@ def comm_or_none(process_set: ProcessSet | None, function: str, engine: Engine =
 
 def in_session() -> bool:
     """Return whether operations go to a graph of TensorFlow 1, which a session runs in no order; Horovod finds one."""
+    if backend.name() != "tensorflow":
+        return False
     with tf.init_scope():  # outside of functions
         return not tf.executing_eagerly()
 

@@ -10,7 +10,6 @@ import tensorflow as tf
 from hvdx.comm.mesh import Mesh
 from hvdx.comm.split_tensors import SplitTensors
 from hvdx.errors import ConfigError
-from hvdx.keras import backend
 from hvdx.keras.joining import join
 from hvdx.keras.seams.layers import change_loaded_state, guard_saving
 from hvdx.keras.types import Store, TensorLike, Variable
@@ -33,10 +32,7 @@ _guarded = False
 
 def joined_mesh() -> Mesh | None:
     """Return the mesh of the joined world; None if layers are not split. The first call joins the world."""
-    mesh: Mesh | None = join().mesh
-    if mesh is not None:
-        backend.needs_tensorflow("layers that are split over workers")
-    return mesh
+    return join().mesh
 
 
 def bytes_sent() -> int:

@@ -1,11 +1,13 @@
 """Callbacks and their list."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import keras
 import numpy as np
-import tensorflow as tf
 
+from hvdx.keras.backend import tf
 from hvdx.keras.seams.replacing import Method, override, restore
 from hvdx.keras.types import Logs
 

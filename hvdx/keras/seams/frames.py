@@ -1,10 +1,12 @@
 """Looks into the frames of the callers: Keras gives a callback the model, but neither its list nor the data."""
 
+from __future__ import annotations
+
 import inspect
 
 import keras
-import tensorflow as tf
 
+from hvdx.keras.backend import tf
 from hvdx.keras.seams.iterators import EpochIterator
 from hvdx.keras.types import Arrays
 
@@ -23,7 +25,7 @@ def calling_list(callback: keras.callbacks.Callback) -> keras.callbacks.Callback
     return None
 
 
-def epoch_iterator(callback: keras.callbacks.Callback) -> "EpochIterator | None":
+def epoch_iterator(callback: keras.callbacks.Callback) -> EpochIterator | None:
     """Return the iterator over the batches of `fit` or `evaluate`, whichever calls a callback, or None.
 
     Relies on: a method of the model has a local variable `epoch_iterator`.

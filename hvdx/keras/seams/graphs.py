@@ -1,15 +1,17 @@
 """AutoGraph, and functions and graphs that TensorFlow has traced."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-import tensorflow as tf
+from hvdx.keras.backend import tf
 
 #: What `tf.function` makes, and its trace for one signature; both are graphs to call.
-TracedFunction: TypeAlias = tf.types.experimental.PolymorphicFunction
-ConcreteFunction: TypeAlias = tf.types.experimental.ConcreteFunction
+TracedFunction: TypeAlias = "tf.types.experimental.PolymorphicFunction"
+ConcreteFunction: TypeAlias = "tf.types.experimental.ConcreteFunction"
 
 
 def leave_to_python(*packages: str, convert: Sequence[str] = ()) -> None:

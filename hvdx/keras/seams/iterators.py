@@ -1,12 +1,14 @@
 """The iterator over the batches of a fit, and its data."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import keras
-import tensorflow as tf
 
 from hvdx.keras import backend
+from hvdx.keras.backend import tf
 from hvdx.keras.seams.replacing import restore
 from hvdx.keras.types import PyDatasetAdapter, Structure
 

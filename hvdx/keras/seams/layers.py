@@ -1,12 +1,14 @@
 """Variables, layers, losses, metrics, and files of models."""
 
+from __future__ import annotations
+
 import functools
 import importlib
 from collections.abc import Callable
 
 import keras
-import tensorflow as tf
 
+from hvdx.keras.backend import tf
 from hvdx.keras.seams.replacing import Method, override
 from hvdx.keras.types import Store, Variable
 

@@ -1,5 +1,7 @@
 """Losses: the reduction of the values of a batch to one number."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import sys
@@ -7,8 +9,8 @@ import threading
 from collections.abc import Iterator
 
 import keras
-import tensorflow as tf
 
+from hvdx.keras.backend import tf
 from hvdx.keras.seams.replacing import Method
 
 _MODULE = "keras.src.losses.loss"

@@ -1,10 +1,11 @@
 """The datasets that a `tf.data` pipeline is made of."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Sequence
 
-import tensorflow as tf
-
+from hvdx.keras.backend import tf
 from hvdx.keras.seams.graphs import ConcreteFunction, closure_of
 from hvdx.keras.seams.replacing import Method
 from hvdx.keras.types import GeneratorState

@@ -1,13 +1,15 @@
 """First elements of the generators that feed a share, recorded while they pass."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
-import tensorflow as tf
 import xxhash
 
+from hvdx.keras.backend import tf
 from hvdx.keras.fit.agreement import pipeline
 from hvdx.keras.seams.pipelines import generator_states, wrap_generator
 from hvdx.keras.types import Arrays, GeneratorState

@@ -1,13 +1,15 @@
 """State of a model besides its weights: its configuration, its vocabularies, and the statistics of adapted layers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
 import numpy as np
-import tensorflow as tf
 import xxhash
 
+from hvdx.keras.backend import tf
 from hvdx.keras.fit.agreement import pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
 from hvdx.keras.seams.models import direct_layers_of, layers_of

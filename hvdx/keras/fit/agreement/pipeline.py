@@ -1,11 +1,12 @@
 """Walks through a `tf.data` pipeline, from its end to its sources."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import tensorflow as tf
-
+from hvdx.keras.backend import tf
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
 from hvdx.keras.seams.pipelines import (
     UNSEEDED_SHUFFLE,

@@ -1,12 +1,14 @@
 """Samples of arrays that are small enough to be compared over the ranks."""
 
+from __future__ import annotations
+
 import itertools
 from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 import xxhash
 
+from hvdx.keras.backend import tf
 from hvdx.keras.fit.arrays import Rows
 from hvdx.keras.types import Arrays
 

@@ -1,12 +1,13 @@
 """Data that each rank hands to `hvdx.shard`: shares are disjoint only if all ranks hand over the same data."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import tensorflow as tf
-
 from hvdx.errors import ConfigError
+from hvdx.keras.backend import tf
 from hvdx.keras.fit.agreement import generators, pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
 from hvdx.keras.seams.pipelines import cache_file_of
