@@ -1,10 +1,12 @@
 """Trainings on JAX or PyTorch, on two ranks: `KERAS_BACKEND=jax mpirun -n 2 python -m tests.backend_battery`.
 
 Each check is printed with its name. N workers are one process, which a rank trains beside, without `Distribute`.
-In the folder `CHECKPOINTS`, if there is one, JAX resumes what PyTorch has left there.
+An import of TensorFlow fails, as where it is not installed. In the folder `CHECKPOINTS`, if there is one, JAX resumes
+what PyTorch has left there.
 """
 
 import functools
+import importlib.abc
 import operator
 import os
 import sys
@@ -21,6 +23,17 @@ from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import Distribute
 from hvdx.keras.fit import replicas
 from hvdx.keras.variables import view_of
+
+
+class NoTensorFlow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == "tensorflow":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+if keras.backend.backend() != "tensorflow":
+    assert "tensorflow" not in sys.modules, "an import at the top of this file has imported TensorFlow"
+    sys.meta_path.insert(0, NoTensorFlow())
 
 ROWS, STEPS, WORDS, CLASSES = 24, 5, 11, 3
 # Rows of a step of all ranks together.

@@ -3,6 +3,7 @@
 `tf` is TensorFlow. With JAX or PyTorch it is imported when something of it is first used, so it may be absent.
 """
 
+import contextlib
 import functools
 import importlib
 import operator
@@ -65,6 +66,11 @@ def is_a(value: object, kind: str) -> bool:
     """
     # Whoever made such a value has imported TensorFlow.
     return "tensorflow" in sys.modules and isinstance(value, _class(kind))
+
+
+def on_cpu() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which TensorFlow makes tensors on the host."""
+    return tf.device("CPU:0") if name() == "tensorflow" else contextlib.nullcontext()
 
 
 @functools.cache

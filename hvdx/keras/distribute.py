@@ -170,7 +170,7 @@ class Evaluation(Part):
             return None
         iterator = epoch_iterator(self)
         dataset = dataset_of(iterator)
-        self._filler = None if dataset is None else tf.nest.map_structure(_one_row, dataset.element_spec)
+        self._filler = None if dataset is None else keras.tree.map_structure(_one_row, dataset.element_spec)
         number = number_of_batches(iterator)
         return -1 if number is None else number
 

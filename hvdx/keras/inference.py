@@ -10,11 +10,13 @@ import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
+from hvdx.keras import backend
 from hvdx.keras.adapters.rank_local import declared
-from hvdx.keras.backend import tf
+from hvdx.keras.backend import is_a, tf
 from hvdx.keras.fit import arrays, metrics, replicas
 from hvdx.keras.fit.agreement import pipeline, shares
-from hvdx.keras.fit.data import untuned
+from hvdx.keras.fit.array_batches import ArrayBatches
+from hvdx.keras.fit.data import Share, untuned
 from hvdx.keras.joining import join
 from hvdx.keras.loops import flush_all
 from hvdx.keras.types import Arrays, Logs, LogValues
@@ -117,10 +119,10 @@ class _Beginning(keras.callbacks.Callback):
 
 def _open(
     what: str, model: keras.Model, data: tf.data.Dataset | Arrays, batch_size: int | None, comm: Comm
-) -> tuple[tf.data.Dataset | None, int]:
+) -> tuple[Share | None, int]:
     """Return this rank's part of the data, None if it is empty, and the number of elements of all parts. Collective."""
 
-    share: tf.data.Dataset | None = None
+    share: Share | None = None
 
     def work() -> int:
         nonlocal share
@@ -163,7 +165,7 @@ def _check(what: str, model: keras.Model, data: tf.data.Dataset | Arrays) -> Non
         raise ConfigError(
             f"{what}: expected all of the data, got a share of hvdx.shard. Do: give what you gave hvdx.shard."
         )
-    cause = pipeline.cause_of_other_order(data) if isinstance(data, tf.data.Dataset) else None
+    cause = pipeline.cause_of_other_order(data) if is_a(data, "data.Dataset") else None
     if cause is not None:
         raise ConfigError(
             f"{what}: expected a dataset whose order is the same on all ranks, got one with {cause}. Do: remove it."
@@ -172,9 +174,9 @@ def _check(what: str, model: keras.Model, data: tf.data.Dataset | Arrays) -> Non
 
 def _part(
     what: str, data: tf.data.Dataset | Arrays, batch_size: int | None, rank: int, size: int
-) -> tuple[tf.data.Dataset | None, int]:
+) -> tuple[Share | None, int]:
     """Return a rank's part, consecutive elements of the data, and the number of all elements."""
-    if isinstance(data, tf.data.Dataset):
+    if is_a(data, "data.Dataset"):
         count = int(data.cardinality())
         if count < 0:
             raise ConfigError(
@@ -188,7 +190,13 @@ def _part(
         tensors = arrays.tensors_of(data)
         count = arrays.length_of(tensors)
         begin, end = rank * count // size, (rank + 1) * count // size
-        part = tf.data.Dataset.range(begin, end).batch(batch_size or _BATCH_SIZE)
+        rows = batch_size or _BATCH_SIZE
+        if backend.name() != "tensorflow":
+            firsts = range(begin, end, rows)
+            chunks = [np.arange(first, min(first + rows, end)) for first in firsts]
+            share = ArrayBatches(tensors, lambda: iter(chunks), len(chunks), rows, len(chunks[-1])) if chunks else None
+            return share, count
+        part = tf.data.Dataset.range(begin, end).batch(rows)
         part = part.map(lambda positions: arrays.rows_at(tensors, positions))
     return (untuned(part.prefetch(2)) if end > begin else None), count
 

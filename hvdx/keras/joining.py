@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from hvdx import strategies
 from hvdx.comm import Comm, GraphComm
 from hvdx.comm.launcher import TENSORFLOW_THREADS, detect, own_cores, threads_for
-from hvdx.keras import separate
+from hvdx.keras import backend, separate
 from hvdx.keras.backend import tf
+from hvdx.keras.backends import stepped
 from hvdx.keras.seams.graphs import leave_to_python
 from hvdx.log import Log
 from hvdx.strategies import Strategy
@@ -139,10 +140,12 @@ def _describe_ranks(comm: Comm, sizes: list[int]) -> str:
 
 def _set_threads(ranks: int) -> str:
     """Give TensorFlow this rank's share of the cores; return the number of threads and its source, in words."""
-    share, threading = threads_for(ranks, chosen_by=TENSORFLOW_THREADS), tf.config.threading
+    on_tensorflow = backend.name() == "tensorflow"
+    share = threads_for(ranks, chosen_by=TENSORFLOW_THREADS if on_tensorflow else ("OMP_NUM_THREADS",))
     text = f"{share.threads} thread{'s' * (share.threads != 1)}" + f" ({share.source})" * bool(share.source)
-    if share.source == TENSORFLOW_THREADS[0]:
-        return text  # TensorFlow reads this variable itself.
+    if share.source == TENSORFLOW_THREADS[0] or not on_tensorflow:
+        return text  # TensorFlow reads this variable itself; on other backends a fit sets the number.
+    threading = tf.config.threading
     setters = [
         (threading.get_intra_op_parallelism_threads, threading.set_intra_op_parallelism_threads),
         (threading.get_inter_op_parallelism_threads, threading.set_inter_op_parallelism_threads),
@@ -160,7 +163,9 @@ def _set_threads(ranks: int) -> str:
 
 
 def _set_gpu(comm: Comm, environs: Sequence[Mapping[str, str]]) -> str:
-    """Let TensorFlow see one GPU; return a description of the choice."""
+    """Let TensorFlow see one GPU; return a description of the choice. On other backends the script chooses."""
+    if backend.name() != "tensorflow":
+        return "the GPU that the script chose" if stepped().has_gpu() else "no GPU"
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return "no GPU"
@@ -206,5 +211,6 @@ def join(strategy: Strategy | str | None = None) -> Comm:
         separate.watch(comm)
         # No function of hvdx has a Python condition on a tensor. For each one, a conversion would write a file to the
         # temporary folder, which stays there if the process is killed, and warn about compiled modules such as mpi4py.
-        leave_to_python("hvdx", "mpi4py", convert=["hvdx.jobs"])
+        if backend.name() == "tensorflow":
+            leave_to_python("hvdx", "mpi4py", convert=["hvdx.jobs"])
     return comm

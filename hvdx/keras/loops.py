@@ -1,7 +1,5 @@
 """Training loops of a script's own, without `fit`: `prepare`, `flush` and `combine`."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import weakref
@@ -13,7 +11,6 @@ from hvdx.comm import Comm
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras.adapters.optimizer import adapter_of
 from hvdx.keras.adapters.optimizer import flush as flush_exchange
-from hvdx.keras.backend import tf
 from hvdx.keras.fit import metrics, replicas, state
 from hvdx.keras.horovod.distributed_optimizer import DistributedOptimizer
 from hvdx.keras.joining import join
@@ -21,6 +18,7 @@ from hvdx.keras.optimizer_state import accumulated_gradients, innermost
 from hvdx.keras.seams.frames import running_fits
 from hvdx.keras.seams.layers import guard_saving
 from hvdx.keras.types import Structure
+from hvdx.keras.variables import view_of
 from hvdx.keras.weight_parts import mark_state
 from hvdx.log import Log
 from hvdx.strategies import Strategy, resolve
@@ -174,7 +172,7 @@ def _check_flushed(model: keras.Model) -> None:
 
 
 def _over_all_samples(metric: keras.Metric, comm: Comm) -> Structure:
-    own = [tf.convert_to_tensor(v) for v in metric.variables]
+    own = [np.array(view_of(v)) for v in metric.variables]
     metrics.combine_states(metric.variables, {}, comm)
     result = keras.tree.map_structure(metrics.plain, metric.result())
     for variable, value in zip(metric.variables, own, strict=True):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import jax
@@ -156,3 +157,8 @@ def _added(arrays: list[jax.Array], flat: jax.Array) -> list[jax.Array]:
 _sums = jax.jit(_added)
 #: Add a vector of all elements to float32 arrays, whose memory the sums take; return them.
 add = jax.jit(_added, donate_argnums=0)
+
+
+def has_gpu() -> bool:
+    """Return whether the host has GPUs; JAX itself would start, and take their memory, to say so."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))

@@ -125,3 +125,8 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor
+
+
+def has_gpu() -> bool:
+    """Return whether PyTorch has GPUs."""
+    return torch.cuda.is_available()

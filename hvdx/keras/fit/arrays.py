@@ -11,10 +11,14 @@ import keras
 import numpy as np
 
 from hvdx.errors import ConfigError, HvdxError
-from hvdx.keras.backend import tf
+from hvdx.keras import backend
+from hvdx.keras.backend import is_a, on_cpu, tf
 from hvdx.keras.types import Arrays, Structure, TensorLike
+from hvdx.keras.variables import dtype_of
 
 _SPARSE = "Give a tf.data.Dataset.from_tensor_slices(...) of a tf.sparse.SparseTensor, or a dense array."
+
+_SCALAR = "shard: data: expected arrays with a sample in each row, got the single value {!r}."
 
 # Bytes of an array that stays where it is. A smaller one is copied once: a batch through Python takes 70 us longer if
 # its rows are short.
@@ -40,15 +44,15 @@ class Rows:
     """
 
     def __init__(self, array: np.ndarray):
-        self._array, self.shape = array, tf.TensorShape(array.shape)
-        self.dtype = tf.as_dtype(keras.config.floatx() if array.dtype.kind == "f" else array.dtype)
+        self._array, self.shape = array, array.shape
+        self.dtype = dtype_of(keras.config.floatx()) if array.dtype.kind == "f" else array.dtype
 
     def __getitem__(self, key: slice) -> Rows:
         return Rows(self._array[key])
 
     def read(self, at: np.ndarray) -> np.ndarray:
         """Return the rows at some positions, int64[m], as [m, ...]."""
-        return np.take(self._array, at, axis=0).astype(self.dtype.as_numpy_dtype, copy=False)
+        return np.take(self._array, at, axis=0).astype(self.dtype, copy=False)
 
     def at(self, positions: tf.Tensor) -> tf.Tensor:
         """Return the rows at some positions, int64[m], as a tensor [m, ...]."""
@@ -61,7 +65,7 @@ class Rows:
                 raise HvdxError("shard: the dataset was deleted while it was read. Keep it until its iterators end.")
             return rows.read(at)
 
-        batch = tf.numpy_function(read, [positions], self.dtype, stateful=False)
+        batch = tf.numpy_function(read, [positions], tf.as_dtype(self.dtype), stateful=False)
         batch.set_shape([*positions.shape, *self.shape[1:]])
         return batch
 
@@ -85,7 +89,7 @@ def tensors_of(data: Arrays) -> Structure:
         >>> tensors_of(([0.5, 1.5], None))[0].dtype
         tf.float32
     """
-    with tf.device("CPU:0"):
+    with on_cpu():
         tensors = _converted(data)
     lengths = {int(t.shape[0]) for t in _leaves(tensors)}
     if not lengths:
@@ -124,30 +128,30 @@ def split(tensors: Structure, fraction: float) -> tuple[Structure, Structure]:
         )
 
     def part(begin: int, end: int) -> Structure:
-        with tf.device("CPU:0"):
-            return tf.nest.map_structure(lambda t: None if t is None else t[begin:end], tensors)
+        with on_cpu():
+            return keras.tree.map_structure(lambda t: None if t is None else t[begin:end], tensors)
 
     return part(0, first), part(first, count)
 
 
-def rows_at(tensors: Structure, positions: tf.Tensor) -> Structure:
-    """Return some rows of each array.
+def rows_at(tensors: Structure, positions: tf.Tensor | np.ndarray) -> Structure:
+    """Return some rows of each array; those of `Rows` at an array of positions as arrays.
 
     Args:
         tensors: result of `tensors_of`.
         positions: int64[m].
     """
 
-    def part(array: tf.Tensor | tf.RaggedTensor | Rows | None) -> tf.Tensor | tf.RaggedTensor | None:
+    def part(array: tf.Tensor | tf.RaggedTensor | Rows | None) -> tf.Tensor | tf.RaggedTensor | np.ndarray | None:
         if isinstance(array, Rows):
-            return array.at(positions)
+            return array.read(positions) if isinstance(positions, np.ndarray) else array.at(positions)
         return None if array is None else tf.gather(array, positions)
 
-    return tf.nest.map_structure(part, tensors)
+    return keras.tree.map_structure(part, tensors)
 
 
 def _leaves(tensors: Structure) -> list[tf.Tensor]:
-    return [t for t in tf.nest.flatten(tensors) if t is not None]
+    return [t for t in keras.tree.flatten(tensors) if t is not None]
 
 
 def _converted(data: Arrays) -> Structure:
@@ -170,17 +174,27 @@ def _is_plain(data: list[Arrays]) -> bool:
 
 def _tensor(array: TensorLike) -> tf.Tensor | tf.RaggedTensor | Rows:
     kind = f"{type(array).__module__}.{type(array).__name__}"
-    if isinstance(array, tf.sparse.SparseTensor) or kind.startswith("scipy.sparse"):
+    if is_a(array, "sparse.SparseTensor") or kind.startswith("scipy.sparse"):
         raise ConfigError(f"shard: data: expected dense or ragged arrays, got {kind}. Do: {_SPARSE}")
+    if backend.name() != "tensorflow":
+        return _rows(_numpy(array, kind))
     if not isinstance(array, tf.RaggedTensor | tf.Tensor | tf.Variable):
         array = _numpy(array, kind)
         if array.nbytes >= _LARGE and array.ndim and array.dtype.kind in "biuf" and array.dtype.isnative:
             return Rows(array)
     tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
     if tensor.shape.rank == 0:
-        raise ConfigError(f"shard: data: expected arrays with a sample in each row, got the single value {array!r}.")
+        raise ConfigError(_SCALAR.format(array))
     floatx = keras.config.floatx()
     return tf.cast(tensor, floatx) if tensor.dtype.is_floating and tensor.dtype != floatx else tensor
+
+
+def _rows(array: np.ndarray) -> Rows:
+    """Return an array for JAX or PyTorch; a copy if it is not large."""
+    if not array.ndim:
+        raise ConfigError(_SCALAR.format(array))
+    rows = Rows(array)
+    return rows if array.nbytes >= _LARGE else Rows(array.astype(rows.dtype))
 
 
 def _numpy(array: Any, kind: str) -> np.ndarray:

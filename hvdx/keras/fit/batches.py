@@ -19,6 +19,7 @@ from hvdx.keras.adapters.base import ROWS, Call
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
 from hvdx.keras.backend import tf
 from hvdx.keras.fit import data
+from hvdx.keras.fit.array_batches import ArrayBatches
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import arrays_of, batch_size_of, dataset_of, epoch_is_one_pass, last_batch_of
 from hvdx.keras.seams.losses import is_builtin, weights_of
@@ -73,7 +74,7 @@ def of(callback: keras.callbacks.Callback) -> Batches:
     iterator = epoch_iterator(callback)
     steps: int | None = callback.params.get("steps")
     dataset = dataset_of(iterator)
-    specs = [s for s in tf.nest.flatten(getattr(dataset, "element_spec", ())) if hasattr(s, "shape")]
+    specs = [s for s in keras.tree.flatten(getattr(dataset, "element_spec", ())) if hasattr(s, "shape")]
     shapes = [s.shape for s in specs if s.shape.rank]
     fixed = bool(shapes) and all(shape[0] is not None for shape in shapes)
     full = shapes[0][0] if fixed else batch_size_of(iterator) or data.batch_size(dataset)
@@ -82,7 +83,8 @@ def of(callback: keras.callbacks.Callback) -> Batches:
     known: tuple[str, ...] | None = tuple(str(s[1:]) for s in shapes)
     if backend.name() != "tensorflow":
         # There a step shows the shapes of its own batch, and a graph of TensorFlow those of all.
-        arrays = [a.shape for a in keras.tree.flatten(arrays_of(iterator)) if a is not None]
+        inputs = [a.shape for a in keras.tree.flatten(arrays_of(iterator)) if a is not None]
+        arrays = dataset.shapes if isinstance(dataset, ArrayBatches) else inputs
         still = all(s[1:].is_fully_defined() for s in shapes)
         known = None if not (still and (shapes or arrays)) else known or tuple(str(s[1:]) for s in arrays)
     return Batches(steps, full, last, fixed, known, one_pass)
@@ -143,7 +145,7 @@ class Losses:
         reduced = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         values = keras.ops.convert_to_tensor(values)
         # A number already is a mean over the rows, or nobody knows.
-        if self._together and tf.TensorShape(values.shape).rank != 0:
+        if self._together and _extents(values) != ():
             reduced = self._multiplied(reduced, loss, values, sample_weight, mask, reduction)
         return reduced if self._share is None else _with_gradient_times(reduced, self._share)
 
@@ -196,10 +198,12 @@ class Losses:
         if mask is not None:
             mask = _count(mask)
             return keras.ops.divide_no_nan(keras.ops.sum(mask) * _size(values), _size(mask))
-        of_rows = self._plan.alike and tf.TensorShape(values.shape)[1:].is_fully_defined()
+        extents = _extents(values)
+        of_rows = self._plan.alike and extents is not None and None not in extents[1:]
         if not (self._standard and is_builtin(loss)):
             # A loss or a step of the user's own may have dropped values, or joined dimensions.
-            known = self._plan.fixed and values.shape[0] is not None and not tf.executing_eagerly()
+            traced = backend.name() == "tensorflow" and not tf.executing_eagerly()
+            known = self._plan.fixed and values.shape[0] is not None and traced
             of_rows = of_rows and known
         return None if of_rows else _size(values)
 
@@ -304,6 +308,11 @@ def _with_gradient_times(values: tf.Tensor, factor: float | tf.Tensor) -> tf.Ten
         return tf.identity(x), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
 
     return same(values)
+
+
+def _extents(values: tf.Tensor) -> tuple[int | None, ...] | None:
+    """Return the shape of a tensor; None if it is unknown."""
+    return None if getattr(values.shape, "rank", 0) is None else tuple(values.shape)
 
 
 def _count(number: TensorLike) -> tf.Tensor:

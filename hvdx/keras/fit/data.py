@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import numbers
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import numpy as np
 
 from hvdx.errors import ConfigError, ReplicaError
-from hvdx.keras.backend import tf
+from hvdx.keras import backend
+from hvdx.keras.adapters.stepped import Count
+from hvdx.keras.backend import is_a, tf
 from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
+from hvdx.keras.fit.array_batches import ArrayBatches, shuffled
 from hvdx.keras.joining import join
 from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, set_batch_size
 from hvdx.keras.types import Arrays, Structure
+
+#: What `shard` returns.
+Share: TypeAlias = "tf.data.Dataset | ArrayBatches"
 
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
@@ -28,13 +37,13 @@ class _Share(NamedTuple):
     """A shuffled share of arrays.
 
     Attributes:
-        epoch: int64 variable, number of the last order that was drawn.
+        epoch: int64 variable or `Count`, number of the last order that was drawn.
         steps: number of steps in a pass.
         samples: number of samples in a step of all ranks together.
         ranks: number of ranks.
     """
 
-    epoch: weakref.ref[tf.Variable]
+    epoch: weakref.ref[tf.Variable | Count]
     steps: int
     samples: int
     ranks: int
@@ -127,7 +136,8 @@ def shard(
 
     Returns:
         A dataset of known size, for `fit`; with `validation_split`, two of them: one for training, and one for
-        validation, which is not shuffled and keeps every sample.
+        validation, which is not shuffled and keeps every sample. On JAX and PyTorch, arrays become batches of NumPy
+        arrays in the same order, which `fit`, `evaluate`, `predict` and a loop take.
 
     Raises:
         ConfigError: if the data are no arrays, if lengths differ, if there are too few samples, if the size is unknown,
@@ -140,7 +150,7 @@ def shard(
     """
     joined = join()
     # Shares of ranks that may die are dealt anew among those that are left.
-    dealt = joined.survives and rank is None and size is None
+    dealt = joined.survives and rank is None and size is None and backend.name() == "tensorflow"
     rank, size = joined.rank if rank is None else rank, joined.size if size is None else size
     if not 0 <= rank < size:
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
@@ -148,12 +158,12 @@ def shard(
     compared = size == joined.size > 1
     place = _Place.of(rank, size) if dealt else _Place(rank, size)
 
-    def marked(share: tf.data.Dataset, whole: tf.data.Dataset | Structure, shuffled: bool | int) -> tf.data.Dataset:
+    def marked(share: Share, whole: tf.data.Dataset | Structure, shuffled: bool | int) -> Share:
         if compared:
             shares.mark(share, whole, batch, shuffled, seed)
         return share
 
-    if isinstance(data, tf.data.Dataset):
+    if is_a(data, "data.Dataset"):
         if validation_split is not None:
             raise ConfigError(
                 "shard: validation_split: expected arrays, got a dataset. Do: divide it before, by "
@@ -203,7 +213,7 @@ def _shard_arrays(
     place: _Place,
     rank: int,
     size: int,
-) -> tf.data.Dataset:
+) -> Share:
     count = arrays.length_of(tensors)
     whole = batch * size
     possible = count // whole if drop_remainder else _steps_with_remainder(count, batch, rank, size)
@@ -220,9 +230,25 @@ def _shard_arrays(
         )
     # Otherwise the ranks that are left when a pass begins decide on its length.
     is_fixed = drop_remainder or not place.changes
-    epochs = tf.Variable(initial_epoch - 1, dtype=tf.int64, trainable=False)
+    numpy = backend.name() != "tensorflow"
+    epochs = Count() if numpy else tf.Variable(0, dtype=tf.int64, trainable=False)
+    epochs.assign(initial_epoch - 1)
     if shuffle:
         _shares.append(_Share(weakref.ref(epochs), steps, whole, size))
+    if numpy:
+
+        def positions() -> Iterator[np.ndarray]:
+            epochs.assign_add(1)
+            key = seed, epochs.numpy()
+            for step in range(steps):
+                at = rows_of(step)
+                yield shuffled(at, key, count) if shuffle else at
+
+        def rows_of(step: int) -> np.ndarray:
+            begin, length = step * whole, min(whole, count - step * whole)
+            return np.arange(begin + rank * length // size, begin + (rank + 1) * length // size)
+
+        return ArrayBatches(tensors, positions, steps, batch, len(rows_of(steps - 1)))
 
     def batch_of(step: tf.Tensor, epoch: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> Structure:
         whole = batch * size
@@ -275,7 +301,8 @@ def _steps_with_remainder(count: int, batch: int, rank: int, size: int) -> int:
 
 def _steps_of(count: int, batch: int, rank: int | tf.Tensor, size: int | tf.Tensor) -> int | tf.Tensor:
     full, rest = count // (batch * size), count % (batch * size)
-    return full + tf.cast((rank + 1) * rest // size > rank * rest // size, tf.int64)
+    more = (rank + 1) * rest // size > rank * rest // size
+    return full + (tf.cast(more, tf.int64) if is_a(more, "Tensor") else int(more))
 
 
 def _shard_dataset(
@@ -338,7 +365,7 @@ def _changing_share(
     return (dataset.apply(tf.data.experimental.assert_cardinality(steps)) if steps else dataset).prefetch(2)
 
 
-def batch_size(dataset: tf.data.Dataset | None) -> int | None:
+def batch_size(dataset: tf.data.Dataset | ArrayBatches | None) -> int | None:
     """Return the samples of an element of a batched dataset; None if they are unknown.
 
     Args:
@@ -348,12 +375,14 @@ def batch_size(dataset: tf.data.Dataset | None) -> int | None:
         >>> batch_size(tf.data.Dataset.range(10).batch(4).prefetch(1))
         4
     """
+    if isinstance(dataset, ArrayBatches):
+        return dataset.batch_size
     while dataset is not None:
         # A dataset whose last batch may be smaller has elements of no fixed shape; its transformation has the size.
         size = batch_size_of_dataset(dataset)
         if size is not None:
             return size
-        shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if hasattr(spec, "shape")]
+        shapes = [spec.shape for spec in keras.tree.flatten(dataset.element_spec) if hasattr(spec, "shape")]
         if shapes and shapes[0].rank and shapes[0][0]:
             return int(shapes[0][0])
         dataset = dataset_before(dataset)
@@ -369,7 +398,7 @@ def state() -> tuple[list[int], list[tuple[int, int]]]:
     return [int(share.epoch().numpy()) for share in _living_shares()], list(_seeds)  # type: ignore[union-attr]
 
 
-def hold_shares() -> list[tf.Variable | None]:
+def hold_shares() -> list[tf.Variable | Count | None]:
     """Return references to the shuffled shares; while they are held, `state` lists the same shares."""
     return [share.epoch() for share in _living_shares()]
 

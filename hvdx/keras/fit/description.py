@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import math
 import os
@@ -19,6 +20,7 @@ import numpy as np
 
 from hvdx.comm import Comm
 from hvdx.comm.launcher import usable_memory
+from hvdx.keras import backend
 from hvdx.keras.backend import tf
 from hvdx.keras.costs import leaves_of
 from hvdx.keras.fit import data
@@ -83,7 +85,7 @@ def describe_model(model: keras.Model) -> dict[str, object]:
 def _elements(layer: keras.layers.Layer, side: str) -> int | None:
     """Return the elements per sample of a layer's input or output; None if they are unknown."""
     try:
-        shapes = [tuple(tensor.shape) for tensor in tf.nest.flatten(getattr(layer, side))]
+        shapes = [tuple(tensor.shape) for tensor in keras.tree.flatten(getattr(layer, side))]
         return sum(math.prod(shape[1:]) for shape in shapes)
     except (AttributeError, ValueError, TypeError):
         # Subclassed models do not record the shapes of their layers, and some axes have no fixed length.
@@ -132,7 +134,7 @@ def describe_versions(comm: Comm) -> dict[str, str | None]:
     return {
         "hvdx": __version__,
         "python": platform.python_version(),
-        "tensorflow": tf.__version__,
+        backend.name(): importlib.import_module(backend.name()).__version__,
         "keras": keras.__version__,
         "numpy": np.__version__,
         "numba": _installed("numba"),
@@ -151,9 +153,10 @@ def _installed(package: str) -> str | None:
 def describe_machine() -> dict[str, object]:
     """Return cores, TensorFlow's threads, processor and bytes of memory of this host; None for what is unknown."""
     cores = os.cpu_count()
+    chosen = tf.config.threading.get_intra_op_parallelism_threads() if backend.name() == "tensorflow" else 0
     return {
         "cores": cores,
-        "threads": tf.config.threading.get_intra_op_parallelism_threads() or _threads() or cores,
+        "threads": chosen or _threads() or cores,
         "cpu": _read(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.processor() or platform.machine(),
         "memory": usable_memory() or None,
     }

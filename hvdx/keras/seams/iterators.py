@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import keras
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
+from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.backend import tf
 from hvdx.keras.seams.replacing import restore
@@ -21,12 +25,62 @@ EpochIterator: TypeAlias = "KerasIterator"
 Step: TypeAlias = tuple[int, Iterator[Structure]] | tuple[int, int, Iterator[Structure]]
 
 
-def dataset_of(iterator: EpochIterator) -> tf.data.Dataset | None:
+class OwnBatches(DataAdapter):
+    """Batches of hvdx's own, which JAX and PyTorch read in their order, whatever `fit(shuffle=)` says.
+
+    Relies on: `get_data_adapter` returns a `DataAdapter` as it is, since Keras 3.8. A fit calls `get_jax_iterator` or
+    `get_torch_dataloader` when a pass begins.
+    """
+
+    def __iter__(self) -> Iterator[Structure]:
+        raise NotImplementedError
+
+    def get_numpy_iterator(self) -> Iterator[Structure]:
+        """Begin a pass; a fit with `class_weight` weighs its rows."""
+        weights = class_weight()
+        return iter(self) if weights is None else (_weighed(batch, weights) for batch in self)
+
+    get_jax_iterator = get_numpy_iterator
+
+    def get_torch_dataloader(self) -> object:
+        """Begin a pass, of PyTorch's tensors."""
+        return data_adapter_utils.get_torch_dataloader(self.get_numpy_iterator())
+
+
+def _weighed(batch: Structure, weights: dict[int, float]) -> Structure:
+    """Return a batch with the weights of its classes, as Keras' own adapters do.
+
+    Relies on: `data_adapter_utils.class_weight_to_sample_weights`.
+    """
+    x, y, given = keras.utils.unpack_x_y_sample_weight(batch)
+    if y is None or given is not None:
+        raise ConfigError(
+            "fit: class_weight: expected batches of inputs and labels, without weights. Do: leave it out."
+        )
+    return x, y, data_adapter_utils.class_weight_to_sample_weights(y, weights)
+
+
+def class_weight() -> dict[int, float] | None:
+    """Return the argument `class_weight` of the `fit` that begins a pass; None elsewhere.
+
+    Relies on: `Model.fit`, `evaluate` and `predict` have the local variables `self` and `epoch_iterator`.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), keras.Model) and "epoch_iterator" in frame.f_locals:
+            return frame.f_locals.get("class_weight")
+        frame = frame.f_back
+    return None
+
+
+def dataset_of(iterator: EpochIterator) -> tf.data.Dataset | OwnBatches | None:
     """Return the dataset that a fit reads; None if it is unknown, or if the fit reads other data.
 
     Relies on: `TFEpochIterator._distributed_dataset`; on JAX and PyTorch `TFDatasetAdapter._dataset`.
     """
     holder, name = _holder(iterator)
+    if isinstance(holder, OwnBatches):
+        return holder
     return getattr(holder, name, None)
 
 

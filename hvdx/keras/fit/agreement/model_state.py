@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import xxhash
 
-from hvdx.keras.backend import tf
+from hvdx.keras.backend import is_a, tf
 from hvdx.keras.fit.agreement import pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
 from hvdx.keras.seams.models import direct_layers_of, layers_of
@@ -34,7 +34,7 @@ def adapted(model: keras.Model) -> list[tuple[str, State]]:
     for layer in layers_of(model):
         name = f"{type(layer).__name__} {layer.name}"
         table = getattr(layer, "lookup_table", None)
-        if isinstance(table, tf.lookup.experimental.MutableHashTable | tf.lookup.StaticHashTable):
+        if is_a(table, "lookup.experimental.MutableHashTable") or is_a(table, "lookup.StaticHashTable"):
             found.append((name, table_digest(table.resource_handle, table.key_dtype, table.value_dtype)))
         if getattr(layer, "idf_weights_const", None) is not None:
             found.append((name, sample(layer.idf_weights_const)))
@@ -202,7 +202,7 @@ def _leaves(place: str, value: object, numbers: Mapping[str, int]) -> Iterator[t
         yield place, f"{len(value)} values with digest {xxhash.xxh3_64(repr(value).encode()).hexdigest()}"
     elif isinstance(value, str | bytes | bool | int | float | None):
         yield place, f"layer {numbers[value]}" if isinstance(value, str) and value in numbers else repr(value)
-    elif isinstance(value, np.ndarray | np.generic | tf.Tensor):
+    elif isinstance(value, np.ndarray | np.generic) or is_a(value, "Tensor"):
         data = np.ascontiguousarray(value)
         yield place, f"{data.dtype}{list(data.shape)} with digest {xxhash.xxh3_64(data.tobytes()).hexdigest()}"
     else:

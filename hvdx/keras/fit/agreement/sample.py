@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import NamedTuple
 
+import keras
 import numpy as np
 import xxhash
 
-from hvdx.keras.backend import tf
+from hvdx.keras.backend import is_a, tf
 from hvdx.keras.fit.arrays import Rows
 from hvdx.keras.types import Arrays
+from hvdx.keras.variables import dtype_of
 
 # Rows of an array in a sample, elements of a row that count, and bytes that are read for it.
 _ROWS, _ELEMENTS, _BYTES = 64, 4096, 2**23
@@ -56,9 +59,12 @@ def sample(arrays: Arrays, paths: bool = False) -> Sample:
         >>> sample({"x": np.zeros((100, 3), "float32")}).spec
         (('float32', (100, 3)),)
     """
-    parts = [part for part in tf.nest.flatten(arrays, expand_composites=True) if hasattr(part, "shape")]
-    parts = [part if isinstance(part, tf.Tensor | np.ndarray | Rows) else np.asarray(part) for part in parts]
-    spec = tuple((tf.as_dtype(part.dtype).name, tuple(part.shape)) for part in parts)
+    flat = (
+        tf.nest.flatten(arrays, expand_composites=True) if "tensorflow" in sys.modules else keras.tree.flatten(arrays)
+    )
+    parts = [part for part in flat if hasattr(part, "shape")]
+    parts = [p if isinstance(p, np.ndarray | Rows) or is_a(p, "Tensor") else np.asarray(p) for p in parts]
+    spec = tuple((_dtype(part), tuple(part.shape)) for part in parts)
     return Sample(spec, [_rows(part, paths) for part in parts])
 
 
@@ -95,12 +101,12 @@ def _rows(array: tf.Tensor | np.ndarray | Rows, paths: bool) -> np.ndarray:
     count = shape[0] if shape else 1
     if 0 in shape:
         return np.zeros(0)
-    size = int(np.prod(shape[1:])) * max(tf.as_dtype(array.dtype).size, 1)
+    size = int(np.prod(shape[1:])) * dtype_of(_dtype(array)).itemsize
     number = min(count, int(np.clip(_BYTES // size, 2, _ROWS)))
     at = np.unique(np.linspace(0, count - 1, number).astype(np.int64))
     if not shape:
         rows = np.asarray(array)
-    elif isinstance(array, tf.Tensor):
+    elif is_a(array, "Tensor"):
         rows = tf.gather(array, at).numpy()
     elif isinstance(array, Rows):
         rows = array.read(at)
@@ -114,6 +120,11 @@ def _rows(array: tf.Tensor | np.ndarray | Rows, paths: bool) -> np.ndarray:
     weights = np.sin(1.0 + np.arange(rows.shape[1]) ** 1.5)
     with np.errstate(all="ignore"):
         return np.abs(rows.astype(np.complex128) @ weights) if rows.dtype.kind == "c" else rows @ weights
+
+
+def _dtype(array: tf.Tensor | np.ndarray | Rows) -> str:
+    """Return the name of a dtype in TensorFlow."""
+    return "string" if getattr(array.dtype, "kind", "") in ("O", "S", "U") else str(array.dtype.name)
 
 
 def _digest(row: np.ndarray, paths: bool) -> float:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hvdx.errors import ConfigError
-from hvdx.keras.backend import tf
+from hvdx.keras.backend import is_a, tf
 from hvdx.keras.fit.agreement import generators, pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
+from hvdx.keras.seams.iterators import OwnBatches
 from hvdx.keras.seams.pipelines import cache_file_of
 from hvdx.keras.types import Structure
 from hvdx.log import Log
@@ -66,7 +67,11 @@ def check_order(dataset: tf.data.Dataset) -> None:
 
 
 def mark(
-    share: tf.data.Dataset, data: tf.data.Dataset | Structure, batch_size: int | None, shuffle: bool | int, seed: int
+    share: tf.data.Dataset | OwnBatches,
+    data: tf.data.Dataset | Structure,
+    batch_size: int | None,
+    shuffle: bool | int,
+    seed: int,
 ) -> None:
     """Record on a share what it was cut from.
 
@@ -76,7 +81,7 @@ def mark(
         batch_size, shuffle, seed: arguments of `hvdx.shard`.
     """
     options: dict[str, object] = {"seed": seed, "shuffle": shuffle}
-    if isinstance(data, tf.data.Dataset):
+    if is_a(data, "data.Dataset"):
         # A dataset is divided element by element, so ranks may have batches of different sizes.
         handed = Handed(options, None, pipeline.order_of(data))
         generators.record(data)
@@ -87,7 +92,8 @@ def mark(
 
 def shares_in(dataset: object) -> list[Handed]:
     """Return what was handed over for each share in a pipeline; [] for anything but a dataset."""
-    return [getattr(part, _MARK) for part in pipeline.datasets(dataset) if hasattr(part, _MARK)]
+    parts = [dataset] if isinstance(dataset, OwnBatches) else pipeline.datasets(dataset)
+    return [getattr(part, _MARK) for part in parts if hasattr(part, _MARK)]
 
 
 def cache_files(end: object) -> list[str]:

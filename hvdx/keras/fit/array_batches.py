@@ -1,0 +1,95 @@
+"""Batches of NumPy arrays, which a fit on JAX or PyTorch reads in the order of TensorFlow's `index_shuffle`."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import keras
+import numpy as np
+
+from hvdx.keras.fit.arrays import rows_at
+from hvdx.keras.seams.iterators import OwnBatches
+from hvdx.keras.types import Structure
+
+# Constants of TensorFlow's `index_shuffle`: bits of the smallest block, first number of the key, and two of the cipher.
+_BLOCK, _FIRST_KEY, _C, _Z = 16, 498_247_692, 0xFFFFFFFC, 0x7369F885192C0EF5
+_ROUNDS = 4
+
+
+class ArrayBatches(OwnBatches):
+    """Batches of some rows of arrays, for `fit`, `evaluate` and `predict`; each pass reads them anew.
+
+    Args:
+        arrays: structure of `Rows`; see `arrays.tensors_of`.
+        positions: function that begins a pass, and yields the positions of each batch's rows, int64[m].
+        steps: number of batches of a pass.
+        rows: rows of a full batch.
+        last: rows of the last batch.
+    """
+
+    def __init__(
+        self, arrays: Structure, positions: Callable[[], Iterator[np.ndarray]], steps: int, rows: int, last: int
+    ):
+        self._arrays, self._positions, self._steps, self._rows, self._last = arrays, positions, steps, rows, last
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[Structure]:
+        return (rows_at(self._arrays, at) for at in self._positions())
+
+    @property
+    def num_batches(self) -> int:
+        return self._steps
+
+    @property
+    def batch_size(self) -> int:
+        return self._rows
+
+    @property
+    def partial_batch_size(self) -> int:
+        """Rows of the last batch, also if it is full."""
+        return self._last
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the arrays."""
+        return [a.shape for a in keras.tree.flatten(self._arrays) if a is not None]
+
+
+def shuffled(positions: np.ndarray, key: Sequence[int], count: int) -> np.ndarray:
+    """Return where some positions are in a random order, the same as that of `tf.random.experimental.index_shuffle`.
+
+    Each position is encrypted by four rounds of the block cipher Simon, until the result is a position. Of 4^n + 1
+    positions, 65,537 or more, TensorFlow loses one, since its block is a bit too small; here the order is another then.
+
+    Args:
+        positions: int64[m].
+        key: seed and number of the order.
+        count: number of positions that there are.
+
+    Example:
+        >>> sorted(shuffled(np.arange(5), (0, 1), 5).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    bits = (count - 1).bit_length()
+    word = max(bits + bits % 2, _BLOCK) // 2
+    mask = (1 << word) - 1
+    keys = [k & 0xFFFFFFFF & mask for k in (_FIRST_KEY, *key)]
+
+    def rotated(x: np.ndarray, by: int) -> np.ndarray:
+        return (x << np.uint64(by) | x >> np.uint64(word - by)) & np.uint64(mask)
+
+    def mixed(x: np.ndarray) -> np.ndarray:
+        return rotated(x, 1) & rotated(x, 8) ^ rotated(x, 2)
+
+    last = np.uint64(keys[2])
+    keys.append((_C ^ _Z & 1 ^ keys[0] ^ int(rotated(last, word - 3)) ^ int(rotated(last, word - 4))) & mask)
+    found = np.array(positions, np.uint64)
+    open_ = np.arange(len(found))
+    while len(open_):
+        left, right = found[open_] >> np.uint64(word), found[open_] & np.uint64(mask)
+        for i in range(0, _ROUNDS, 2):
+            left ^= mixed(right) ^ np.uint64(keys[i])
+            right ^= mixed(left) ^ np.uint64(keys[i + 1])
+        found[open_] = left << np.uint64(word) | right
+        open_ = open_[found[open_] >= count]
+    return found.astype(np.int64)
