@@ -357,7 +357,7 @@ def _cuda_device(name: str) -> str:
 
 def refuse_xla() -> None:
     """Refuse a function that is being traced for XLA, which cannot compile communication between ranks."""
-    if traces_for_xla():
+    if backend.name() == "tensorflow" and traces_for_xla():
         raise ConfigError(
             "jit_compile: expected False where gradients are combined over ranks, got True: XLA cannot compile "
             "communication between ranks. Do: move @tf.function(jit_compile=True) from a train_step to the part of it "
