@@ -10,6 +10,7 @@
 #   ONLY="NAME NAME"    the functions of `make mutants`, such as "hvdx.codec.frame*", the scripts of `make scripts`, or
 #                       the beginnings of TensorFlow's versions and the MPIs for `make matrix`; all by default
 #   STRATEGIES="NAME"   beginnings of the names of strategies for `make scripts`; all of them by default
+#   BACKENDS="jax torch" backends of Keras for `make scripts`; tensorflow by default
 #   SAVE=1              `make scripts` writes its results to docs/scripts.md, `make matrix` to docs/install.md
 #   JOBS=2              how many mutants are tried side by side
 #   TAG=v0.1.0          the tag of `make release`
@@ -178,7 +179,8 @@ mutants: $(FRAMEWORKS) kernels
 
 scripts: $(HOROVOD) kernels
 	$(BIN)/python -m tests.try_scripts $(if $(strip $(ONLY)),--only $(ONLY)) \
-		$(if $(strip $(STRATEGIES)),--strategies $(STRATEGIES)) $(if $(strip $(SAVE)),--save)
+		$(if $(strip $(STRATEGIES)),--strategies $(STRATEGIES)) $(if $(strip $(BACKENDS)),--backends $(BACKENDS)) \
+		$(if $(strip $(SAVE)),--save)
 
 matrix: $(INSTALLED)
 	$(BIN)/python -m tests.matrix $(if $(strip $(ONLY)),--only $(ONLY)) $(if $(strip $(SAVE)),--save)

@@ -60,7 +60,8 @@ def run(
         env: variables to add to the environment.
         fresh: start new processes, like a user; otherwise fork a process that has imported TensorFlow (`warm`).
     """
-    command = [*([sys.executable] if fresh else warm.command(environment())), *program]
+    backend = {name: value for name, value in (env or {}).items() if name == "KERAS_BACKEND"}
+    command = [*([sys.executable] if fresh else warm.command(environment(backend))), *program]
     if ranks == 1:
         return run_command(command, timeout, env)
     done = run_command(mpirun_command(ranks) + command, timeout, env)

@@ -2,6 +2,7 @@
 
     python -m tests.try_scripts                                       all scripts, all strategies
     python -m tests.try_scripts --only mlp gan --strategies threshold some of them
+    python -m tests.try_scripts --backends jax torch                  with Keras on JAX, then on PyTorch
 
 Each script first runs on one process. A script sets `global_batch_size` in `hvdx.shard`, so that two ranks take the
 steps of one process.
@@ -29,16 +30,22 @@ from tests.launch import ROOT, Run, run
 FOLDER = ROOT / "tests" / "scripts"
 PAGE, RESULTS = ROOT / "docs" / "scripts.md", ROOT / "docs" / "benchmarks" / "scripts.json"
 RANKS, LIMIT_SECONDS = 2, 90
-#: Values of HVDX_STRATEGY.
-STRATEGIES = (
-    "all_reduce:engine=mpi",
-    "all_reduce:engine=horovod",
-    "threshold",
-    "threshold:max_staleness=inf",
-    "parameter_averaging:period=4",
-    "parameter_server:servers=colocated",
-    "auto",
-)
+#: Values of HVDX_STRATEGY on each backend of Keras. JAX and PyTorch refuse the others.
+_STEPPED = ("all_reduce:engine=mpi", "threshold", "parameter_averaging:period=4")
+STRATEGIES = {
+    "tensorflow": (
+        "all_reduce:engine=mpi",
+        "all_reduce:engine=horovod",
+        "threshold",
+        "threshold:max_staleness=inf",
+        "parameter_averaging:period=4",
+        "parameter_server:servers=colocated",
+        "auto",
+    ),
+    "jax": _STEPPED,
+    "torch": _STEPPED,
+}
+TITLES = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 # Largest difference between two ranks under all_reduce and one process, relative to the norm of a variable.
 TOLERANCE = 1e-4
 # The page's results stand between these.
@@ -56,7 +63,8 @@ lines of a script's docstring:
   One process: ...     why its weights differ from those of one process; no comparison then
   Falls: ...           name of what falls over the epochs, instead of the loss; or "nothing, REASON"
   Own: ...             words in the paths of weights that belong to a rank
-  Refused: ...         strategies that refuse the script, by the beginnings of their names
+  Refused: ...         strategies and backends that refuse the script, by the beginnings of their names
+  Backends: ...        backends on which Keras can run it; TensorFlow alone if the script imports it, else all
 
 Exit code 0: nothing fails; 1: something does.
 """
@@ -72,7 +80,8 @@ class Script:
         alone: why one process gives other weights; "" if it gives the same.
         falls: histories that must fall.
         own: words in the paths of weights that belong to a rank.
-        refused: beginnings of the names of strategies that refuse it.
+        refused: beginnings of the names of strategies and backends that refuse it.
+        backends: backends on which Keras can run it.
     """
 
     path: Path
@@ -81,6 +90,7 @@ class Script:
     falls: tuple[str, ...] = ("loss",)
     own: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ("tensorflow",)
 
     @property
     def name(self) -> str:
@@ -94,13 +104,15 @@ def read(path: Path) -> Script:
     Raises:
         ValueError: if it has an unknown line.
     """
-    title, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or path.stem).partition("\n\n")
+    text = path.read_text()
+    title, _, rest = (ast.get_docstring(ast.parse(text)) or path.stem).partition("\n\n")
     lines = dict(line.partition(": ")[::2] for line in rest.splitlines())
-    unknown = set(lines) - {"One process", "Falls", "Own", "Refused"}
+    unknown = set(lines) - {"One process", "Falls", "Own", "Refused", "Backends"}
     if unknown:
         raise ValueError(f"{path}: docstring: expected the lines of python -m tests.try_scripts --help, got {unknown}")
     # Reasons may follow a comma.
     falls = lines.get("Falls", "loss").partition(",")[0]
+    backends = "tensorflow" if re.search(r"^import tensorflow\b", text, re.MULTILINE) else ", ".join(STRATEGIES)
     return Script(
         path,
         title,
@@ -108,6 +120,7 @@ def read(path: Path) -> Script:
         () if falls == "nothing" else (falls,),
         tuple(lines["Own"].split(", ")) if "Own" in lines else (),
         tuple(lines["Refused"].split(", ")) if "Refused" in lines else (),
+        tuple(lines.get("Backends", backends).split(", ")),
     )
 
 
@@ -116,12 +129,13 @@ class Cell:
     """What became of a script under a strategy.
 
     Attributes:
-        script, strategy: their names; the strategy "" means one process.
+        backend, script, strategy: their names; the strategy "" means one process.
         verdict: "equal", "trains", "refused" or "FAILS".
         detail: the difference from one process, the refusal, or the failure.
         seconds: how long it took.
     """
 
+    backend: str
     script: str
     strategy: str
     verdict: str
@@ -151,21 +165,24 @@ class ScriptError(Exception):
     """A run that neither trained as promised nor was refused as announced."""
 
 
-def start(script: Script, strategy: str, ranks: int, limit: float) -> tuple[Run, _Seen]:
+def start(script: Script, strategy: str, ranks: int, limit: float, backend: str) -> tuple[Run, _Seen]:
     """Run a script and collect what its ranks wrote."""
     with tempfile.TemporaryDirectory(prefix="hvdx-scripts-") as folder:
         program = [str(ROOT / "tests" / "observe.py"), folder, str(script.path)]
-        done = run(ranks, program, limit, {"HVDX_STRATEGY": strategy} if strategy else {})
+        env = {"KERAS_BACKEND": backend} | ({"HVDX_STRATEGY": strategy} if strategy else {})
+        done = run(ranks, program, limit, env)
         return done, _collect(Path(folder))
 
 
-def judge(script: Script, strategy: str, done: Run, seen: _Seen, alone: _Seen | None, ranks: int) -> tuple[str, str]:
+def judge(
+    script: Script, strategy: str, done: Run, seen: _Seen, alone: _Seen | None, ranks: int, backend: str = "tensorflow"
+) -> tuple[str, str]:
     """Return verdict and detail of a run.
 
     Raises:
         ScriptError: if it fails.
     """
-    announced = bool(strategy) and strategy.startswith(script.refused or ("-",))
+    announced = any(name.startswith(script.refused) for name in (strategy, backend) if name and script.refused)
     # A ReplicaError comes after steps that went wrong.
     refusals = [e for e in seen.errors if e["module"] == "hvdx.errors" and e["name"] != "ReplicaError"]
     if done.code is None:
@@ -252,21 +269,23 @@ def _difference(seen: _Seen, alone: _Seen) -> float:
     return worst
 
 
-def attempt(script: Script, strategies: Sequence[str], limit: float = LIMIT_SECONDS) -> list[Cell]:
+def attempt(
+    script: Script, strategies: Sequence[str], limit: float = LIMIT_SECONDS, backend: str = "tensorflow"
+) -> list[Cell]:
     """Run a script on one process, then on two ranks under each strategy; print each result."""
     cells = []
     alone: _Seen | None = None
     for strategy in ("", *strategies):
         began = time.monotonic()
         ranks = RANKS if strategy else 1
-        done, seen = start(script, strategy, ranks, limit)
+        done, seen = start(script, strategy, ranks, limit, backend)
         try:
-            verdict, detail = judge(script, strategy, done, seen, alone, ranks)
+            verdict, detail = judge(script, strategy, done, seen, alone, ranks, backend)
         except ScriptError as failure:
             verdict, detail = "FAILS", str(failure)
         if not strategy:
             alone = seen if verdict == "trains" else None
-        cell = Cell(script.name, strategy, verdict, detail, round(time.monotonic() - began, 1))
+        cell = Cell(backend, script.name, strategy, verdict, detail, round(time.monotonic() - began, 1))
         cells.append(cell)
         print(
             f"{cell.seconds:5.1f} s  {script.name:22}{strategy or 'one process':36}{verdict} {detail[:300]}", flush=True
@@ -283,15 +302,12 @@ def _traceback(out: str) -> str:
 
 
 def merge(path: Path, cells: Sequence[Cell]) -> list[Cell]:
-    """Write the cells to a file of one cell a line, in place of earlier ones of the same script and strategy."""
+    """Write the cells to a file, one on a line, in place of earlier ones of the same backend, script and strategy."""
     known = [Cell(**row) for row in json.loads(path.read_text())] if path.exists() else []
-    merged = {(cell.script, cell.strategy): cell for cell in [*known, *cells]}
-    scripts = {script.stem for script in FOLDER.glob("*.py")}
-    order = ("", *STRATEGIES)
-    kept = sorted(
-        (c for c in merged.values() if c.script in scripts and c.strategy in order),
-        key=lambda c: (c.script, order.index(c.strategy)),
-    )
+    merged = {(cell.backend, cell.script, cell.strategy): cell for cell in [*known, *cells]}
+    scripts = sorted(script.stem for script in FOLDER.glob("*.py"))
+    order = [(b, script, s) for b, strategies in STRATEGIES.items() for script in scripts for s in ("", *strategies)]
+    kept = [merged[place] for place in order if place in merged]
     path.write_text(harness.dump([asdict(cell) for cell in kept]))
     return kept
 
@@ -311,34 +327,46 @@ def write_page(page: Path, cells: Sequence[Cell]) -> None:
     head, _, rest = page.read_text().partition(_MARKS[0])
     _, _, tail = rest.partition(_MARKS[1])
     scripts = {path.stem: read(path) for path in sorted(FOLDER.glob("*.py"))}
-    names = [s.replace(":", " ") for s in STRATEGIES]
-    lines = ["| script | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for name, _, *verdicts in rows_of(cells, STRATEGIES):
-        lines.append(f"| [{name}](../tests/scripts/{name}.py) | " + " | ".join(verdicts) + " |")
-    lines += ["", "What the scripts do:", ""]
+    lines = []
+    said: dict[tuple[str, str, str], list[str]] = {}
+    for backend, strategies in STRATEGIES.items():
+        here = [cell for cell in cells if cell.backend == backend]
+        names = [s.replace(":", " ") for s in strategies]
+        lines += [f"## With {TITLES[backend]}", ""]
+        lines += ["| script | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+        for name, _, *verdicts in rows_of(here, strategies):
+            lines.append(f"| [{name}](../tests/scripts/{name}.py) | " + " | ".join(verdicts) + " |")
+        lines.append("")
+        for cell in here:
+            if cell.verdict in ("refused", "FAILS"):
+                under = said.setdefault((f"`{cell.script}`, {TITLES[backend]}", cell.verdict, cell.detail), [])
+                under.append(cell.strategy or "one process")
+    lines += ["## What the scripts do", ""]
     for name, script in scripts.items():
         alone = f" One process gives {script.alone}" if script.alone else ""
-        lines.append(f"- `{name}`: {script.title}{alone}")
-    said: dict[tuple[str, str, str], list[str]] = {}
-    for cell in cells:
-        if cell.verdict in ("refused", "FAILS"):
-            said.setdefault((cell.script, cell.verdict, cell.detail), []).append(cell.strategy or "one process")
+        titles = " and ".join(TITLES[backend] for backend in script.backends)
+        only = f" With {titles} only." if len(script.backends) < len(STRATEGIES) else ""
+        lines.append(f"- `{name}`: {script.title}{alone}{only}")
     lines += ["", "What was refused or fails:", ""]
     lines += [
-        f"- `{script}`, {verdict} under {', '.join(strategies)}: {' '.join(detail.split())}"
-        for (script, verdict, detail), strategies in said.items()
+        f"- {where}, {verdict} under {', '.join(strategies)}: {' '.join(detail.split())}"
+        for (where, verdict, detail), strategies in said.items()
     ]
     page.write_text(f"{head}{_MARKS[0]}\n\n" + "\n".join(lines) + f"\n\n{_MARKS[1]}{tail}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the scripts and print the table."""
+    """Run the scripts and print a table for each backend."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.try_scripts", description=(__doc__ or "").partition("\n")[0], epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of scripts (default: all)")
     parser.add_argument("--strategies", nargs="+", metavar="NAME", help="beginnings of names (default: all)")
+    parser.add_argument(
+        "--backends", nargs="+", metavar="NAME", choices=STRATEGIES, default=["tensorflow"],
+        help=f"backends of Keras: {', '.join(STRATEGIES)} (default: tensorflow)",
+    )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the scripts")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for a run (default: %(default)s)")
     parser.add_argument(
@@ -346,21 +374,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"put the results into {RESULTS.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}, beside earlier ones",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
-    paths = [p for p in sorted(chosen.folder.glob("*.py")) if not chosen.only or p.stem in chosen.only]
-    here = [s for s in STRATEGIES if "horovod" not in s or importlib.util.find_spec("horovod")]
-    strategies = [s for s in here if not chosen.strategies or s.startswith(tuple(chosen.strategies))]
-    if not paths or not strategies:
-        parser.error(f"--only, --strategies: expected names of {[p.stem for p in sorted(chosen.folder.glob('*.py'))]} "
-                     f"and beginnings of {here}, got {chosen.only} and {chosen.strategies}")  # fmt: skip
+    known = {path.stem: path for path in sorted(chosen.folder.glob("*.py"))}
     began = time.monotonic()
     cells: list[Cell] = []
-    for done, path in enumerate(paths, 1):
-        print(f"{done} of {len(paths)}: {path.stem}", flush=True)
-        cells += attempt(read(path), strategies, chosen.limit)
-        if chosen.save:
-            write_page(PAGE, merge(RESULTS, cells))
-    print()
-    print(render(rows_of(cells, strategies), ["script", "one process", *strategies]))
+    tables = []
+    for backend in chosen.backends:
+        here = [s for s in STRATEGIES[backend] if "horovod" not in s or importlib.util.find_spec("horovod")]
+        strategies = [s for s in here if not chosen.strategies or s.startswith(tuple(chosen.strategies))]
+        scripts = [read(path) for name, path in known.items() if not chosen.only or name in chosen.only]
+        scripts = [s for s in scripts if backend in s.backends]
+        if not scripts or not strategies:
+            parser.error(f"--only, --strategies: expected names of {list(known)} and beginnings of {here} for "
+                         f"{backend}, got {chosen.only} and {chosen.strategies}")  # fmt: skip
+        for done, script in enumerate(scripts, 1):
+            print(f"{TITLES[backend]}, {done} of {len(scripts)}: {script.name}", flush=True)
+            cells += attempt(script, strategies, chosen.limit, backend)
+            if chosen.save:
+                write_page(PAGE, merge(RESULTS, cells))
+        rows = rows_of([c for c in cells if c.backend == backend], strategies)
+        tables.append(render(rows, [TITLES[backend], "one process", *strategies]))
+    print("", *tables, sep="\n\n")
     fails = [cell for cell in cells if cell.verdict == "FAILS"]
     print(f"\n{len(cells)} runs in {time.monotonic() - began:.0f} s, of which {len(fails)} fail")
     return 1 if fails else 0

@@ -33,17 +33,18 @@ _PRELOADED = ("numpy", "keras", "tensorflow", "numba")
 # Signals that launchers and tests send to a rank.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT)
 
-_server: "tuple[subprocess.Popen[bytes], str] | None" = None
+# By the backend of Keras.
+_servers: "dict[str, tuple[subprocess.Popen[bytes], str]]" = {}
 
 
 def command(environment: Mapping[str, str]) -> list[str]:
-    """Return the command to start in place of `python`; the first call starts the server.
+    """Return the command to start in place of `python`; the first call with a backend of Keras starts its server.
 
     Args:
         environment: environment of the server. A fork gets the environment of its client.
     """
-    global _server
-    if _server is None or _server[0].poll() is not None:
+    backend = environment.get("KERAS_BACKEND", "tensorflow")
+    if backend not in _servers or _servers[backend][0].poll() is not None:
         folder = tempfile.mkdtemp(prefix="hvdx-warm-")
         address = os.path.join(folder, "socket")
         listening = socket.socket(socket.AF_UNIX)
@@ -57,10 +58,10 @@ def command(environment: Mapping[str, str]) -> list[str]:
             pass_fds=(listening.fileno(),),
         )
         listening.close()
-        _server = server, address
+        _servers[backend] = server, address
         atexit.register(_end, server, folder)
     # Without site-packages the client starts in milliseconds.
-    return [sys.executable, "-I", "-S", __file__, "ask", _server[1]]
+    return [sys.executable, "-I", "-S", __file__, "ask", _servers[backend][1]]
 
 
 def _end(server: "subprocess.Popen[bytes]", folder: str) -> None:

@@ -3,7 +3,7 @@
 Falls: nothing, since the targets grow.
 One process: other values, since each rank sees episodes of its own.
 Own: target
-Refused: auto
+Refused: auto, jax, torch
 """
 
 import collections

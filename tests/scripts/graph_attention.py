@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
 
 import hvdx
@@ -38,7 +37,7 @@ class GraphAttention(layers.Layer):
 class GraphModel(keras.Model):
     def __init__(self, states, edges):
         super().__init__()
-        self.states, self.edges = tf.constant(states, "float32"), tf.constant(edges, "int32")
+        self.states, self.edges = ops.convert_to_tensor(states, "float32"), ops.convert_to_tensor(edges, "int32")
         self.blocks = [GraphAttention(16), GraphAttention(16)]
         self.head = layers.Dense(classes)
 

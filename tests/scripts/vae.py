@@ -4,7 +4,6 @@ One process: other values, since each rank draws samples of its own.
 """
 
 import keras
-import tensorflow as tf
 from keras import layers, ops
 from sklearn.datasets import load_digits
 
@@ -36,26 +35,20 @@ class VAE(keras.Model):
     def __init__(self, encoder, decoder):
         super().__init__()
         self.encoder, self.decoder = encoder, decoder
-        self.trackers = [keras.metrics.Mean(name=name) for name in ("loss", "reconstruction", "kl")]
+        self.reconstruction = keras.metrics.Mean(name="reconstruction")
+        self.kl = keras.metrics.Mean(name="kl")
 
-    @property
-    def metrics(self):
-        return self.trackers
+    def call(self, x):
+        mean, log_variance, z = self.encoder(x)
+        return self.decoder(z), mean, log_variance
 
-    def train_step(self, x):
-        with tf.GradientTape() as tape:
-            mean, log_variance, z = self.encoder(x)
-            reconstruction = ops.mean(
-                ops.sum(keras.losses.binary_crossentropy(x[..., None], self.decoder(z)[..., None]), 1)
-            )
-            kl = -0.5 * ops.mean(ops.sum(1 + log_variance - ops.square(mean) - ops.exp(log_variance), 1))
-            loss = reconstruction + kl
-        self.optimizer.apply_gradients(
-            zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights, strict=True)
-        )
-        for tracker, value in zip(self.trackers, (loss, reconstruction, kl), strict=True):
-            tracker.update_state(value)
-        return {tracker.name: tracker.result() for tracker in self.trackers}
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        decoded, mean, log_variance = y_pred
+        reconstruction = ops.mean(ops.sum(keras.losses.binary_crossentropy(x[..., None], decoded[..., None]), 1))
+        kl = -0.5 * ops.mean(ops.sum(1 + log_variance - ops.square(mean) - ops.exp(log_variance), 1))
+        self.reconstruction.update_state(reconstruction)
+        self.kl.update_state(kl)
+        return reconstruction + kl
 
 
 model = VAE(encoder, decoder)
