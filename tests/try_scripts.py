@@ -195,7 +195,7 @@ def judge(
     if seen.errors or done.code:
         error = seen.errors[0] if seen.errors else {"name": f"exit status {done.code}", "text": key_line(done.out)}
         raise ScriptError(f"{error['name']}: {error['text'].strip()}")
-    if announced:
+    if announced and strategy:
         raise ScriptError("trains, although the script announces that it is refused")
     if len(seen.weights) != ranks:
         raise ScriptError(f"{len(seen.weights)} of {ranks} ranks have ended well")

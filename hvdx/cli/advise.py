@@ -251,6 +251,7 @@ def _facts(alone: "Training", shared: "Training") -> dict[str, Any]:
         "seconds_a_step_shared": shared.computing,
         "optimizer_slots": alone.slots,
         "memory": alone.memory,
+        "backend": alone.backend,
     }
 
 
@@ -265,7 +266,7 @@ def _head(alone: "Training", shared: "Training", machine: "Machine", per_host: i
     wrapped = functools.partial(textwrap.fill, width=WIDTH, subsequent_indent=" " * 10)
     lines = [
         f"script    {alone.name or 'a model'}: {alone.elements:,} trained parameters, {alone.batch or '?'} samples a "
-        "step and worker",
+        f"step and worker{', ' * bool(alone.backend)}{alone.backend}",
         f"          {step}",
         f"machine   {quantity(machine.memory, 'B/s')} of memory, {quantity(machine.transport, 'B/s')} and "
         f"{1e6 * machine.message:.0f} us a message of TCP",

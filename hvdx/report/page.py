@@ -113,6 +113,7 @@ def _environment(overview: Overview) -> list[tuple[str, str]]:
         ("samples per step and worker", distinct(header.get("batch") for header in headers)),
     ]
     versions = part("versions")
+    found.append(("backend of Keras", distinct(header.get("backend") for header in headers)))
     names = dict.fromkeys(name for version in versions for name in version)
     found += [(f"{name}, version", distinct(version.get(name) for version in versions)) for name in names]
     return [(name, text) for name, text in found if text]

@@ -60,9 +60,24 @@ def test_probe_keeps_the_facts_before_a_crash(tmp_path, monkeypatch):
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     _stub(tmp_path, monkeypatch, numpy="__version__ = '2.4'", tensorflow=crash)
     found = probes.probe("frameworks")
-    assert found.facts == {"numpy": "2.4"}
+    assert found.facts == {"numpy": "2.4", "backend": "tensorflow", "place": ""}
     assert found.failure == "crashed with SIGSEGV"
-    assert checks.tensorflow(found) == Check("TensorFlow", "problem", found.failure, checks._INSTALL_TENSORFLOW)
+    assert checks.framework(found) == [Check("TensorFlow", "problem", found.failure, checks._INSTALL_TENSORFLOW)]
+
+
+def test_backend_that_keras_json_chooses_and_nobody_installed_is_a_problem(tmp_path, monkeypatch):
+    _stub(
+        tmp_path, monkeypatch, numpy="__version__ = '2.4'", jax="raise ModuleNotFoundError(\"No module named 'jax'\")"
+    )
+    (tmp_path / "keras.json").write_text('{"backend": "jax"}')
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    found = probes.probe("frameworks")
+    (check,) = checks.framework(found)
+    assert (check.name, check.status) == ("JAX", "problem")
+    assert f"{tmp_path / 'keras.json'} chooses it for Keras" in check.value
+    assert check.remedy == "pip install jax, or choose another backend there"
+    assert checks.keras(found).value == "not tried, as JAX fails"
 
 
 def test_probe_ends_a_hang(tmp_path, monkeypatch):
@@ -130,7 +145,7 @@ def test_horovod_without_mpi_is_a_problem():
         ({"keras": "2.15.0"}, "problem"),
         ({"keras": "4.0.0"}, "ok"),
         ({"backend": "openvino"}, "problem"),
-        ({"backend": "jax"}, "ok"),
+        ({"backend": "jax", "jax": "0.10.2"}, "ok"),
     ],
 )
 def test_keras(changed, status):
@@ -138,7 +153,15 @@ def test_keras(changed, status):
 
 
 def test_tensorflow_outside_the_range_is_a_problem():
-    assert checks.tensorflow(Finding({**GOOD_FRAMEWORKS, "tensorflow": "2.15.0"})).status == "problem"
+    (check,) = checks.framework(Finding({**GOOD_FRAMEWORKS, "tensorflow": "2.15.0"}))
+    assert check.status == "problem"
+
+
+def test_backends_without_tensorflow_are_ok():
+    found = Finding({"numpy": "2.4", "backend": "torch", "torch": "2.13.0", "keras": "3.15.1", "gpus": 2})
+    checked = [*checks.framework(found), checks.keras(found), checks._gpus(found)]
+    assert _statuses(checked) == {"PyTorch": "ok", "Keras": "ok", "GPUs": "ok"}
+    assert [c.value for c in checked[1:]] == ["3.15.1 on PyTorch", "2 for PyTorch"]
 
 
 def test_thread_level_below_multiple_is_a_problem():

@@ -1,6 +1,7 @@
 """Recurrent network that keeps its state from batch to batch; each rank follows series of its own.
 
 Own: state
+Backends: tensorflow, jax
 One process: other values, since the state has a row for each series of a batch.
 """
 

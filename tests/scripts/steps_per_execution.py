@@ -1,4 +1,7 @@
-"""Several steps in one call of the training function (steps_per_execution)."""
+"""Several steps in one call of the training function (steps_per_execution).
+
+Backends: tensorflow, jax
+"""
 
 import keras
 import numpy as np

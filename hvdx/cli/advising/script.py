@@ -41,6 +41,7 @@ class Training:
         name: name of the model and of its optimiser.
         memory: peak resident bytes of a worker; 0 if unknown.
         batches: number of batches in an epoch; 0 if unknown.
+        backend: backend of Keras with its version; "" if unknown.
     """
 
     computing: float
@@ -54,6 +55,7 @@ class Training:
     name: str = ""
     memory: float = 0.0
     batches: int = 0
+    backend: str = ""
 
     @property
     def elements(self) -> int:
@@ -148,6 +150,8 @@ def read_training(folder: Path) -> Training:
             f"advise: expected {_SKIPPED + _FEWEST} steps of the script or more, got {len(seconds) + _SKIPPED}. Give "
             "the script more data, more epochs, or a lower steps_per_execution."
         )
+    backend = str(run.header.get("backend") or "")
+    version = str((run.header.get("versions") or {}).get(backend) or "")
     model, optimizer = run.header.get("model") or {}, run.header.get("optimizer") or {}
     # Half the distance between two quantiles is the standard deviation of a normal distribution.
     quantiles = statistics.quantiles(seconds, n=1000, method="inclusive")
@@ -164,6 +168,7 @@ def read_training(folder: Path) -> Training:
         name=" with ".join(filter(None, (str(model.get("name") or ""), str(optimizer.get("name") or "")))),
         memory=float((run.first.end or {}).get("memory") or 0.0),
         batches=int(run.header.get("steps") or 0),
+        backend=f"{backend} {version}".strip(),
     )
 
 

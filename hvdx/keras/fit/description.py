@@ -1,7 +1,5 @@
 """Description of a fit for its record: the model, the optimiser, the software and the machine."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import math
@@ -21,7 +19,6 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.comm.launcher import usable_memory
 from hvdx.keras import backend
-from hvdx.keras.backend import tf
 from hvdx.keras.costs import leaves_of
 from hvdx.keras.fit import data
 from hvdx.keras.optimizer_state import innermost, slots
@@ -128,6 +125,8 @@ def batch_size(callback: keras.callbacks.Callback) -> int | None:
 def describe_versions(comm: Comm) -> dict[str, str | None]:
     """Return the versions of hvdx, of the libraries that it uses, and of MPI; None for those that are absent.
 
+    Of the frameworks, the backend of Keras alone is among them.
+
     Args:
         comm: the ranks.
     """
@@ -151,18 +150,19 @@ def _installed(package: str) -> str | None:
 
 
 def describe_machine() -> dict[str, object]:
-    """Return cores, TensorFlow's threads, processor and bytes of memory of this host; None for what is unknown."""
+    """Return cores, the backend's threads, processor and bytes of memory of this host; None for what is unknown."""
     cores = os.cpu_count()
-    chosen = tf.config.threading.get_intra_op_parallelism_threads() if backend.name() == "tensorflow" else 0
     return {
         "cores": cores,
-        "threads": chosen or _threads() or cores,
+        "threads": _threads() or cores,
         "cpu": _read(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.processor() or platform.machine(),
         "memory": usable_memory() or None,
     }
 
 
 def _threads() -> int:
+    if backend.name() == "tensorflow" and (threads := tf.config.threading.get_intra_op_parallelism_threads()):
+        return int(threads)
     number = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     return int(number) if number.isdigit() else 0
 

@@ -7,6 +7,7 @@ the description of a fit.
 import functools
 
 from hvdx.comm import Comm, offsets, supervision
+from hvdx.keras import backend
 from hvdx.keras.fit import description
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.counting import Counting
@@ -117,6 +118,7 @@ class Record(Part):
             "batch": description.batch_size(self),
             "model": description.attempt(description.describe_model, self.model),
             "optimizer": description.attempt(description.describe_optimizer, self.model.optimizer),
+            "backend": backend.name(),
             "versions": description.describe_versions(self._comm),
             "machine": description.describe_machine(),
             "link": {"bandwidth": networks[0].bandwidth, "latency": networks[0].latency} if networks else None,
