@@ -158,11 +158,10 @@ def in_pytorch(how: argparse.Namespace, task: scaling.Task, watch: "_Watch") -> 
     network, train, test = task.build(how, task)
     watch.model = network
     network.stop_training = False
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(network.parameters(), how.rate, momentum=0.9)
     if how.model == "lm":
         # The numbers of Keras.
         optimizer = torch.optim.AdamW(network.parameters(), how.rate, eps=1e-7, weight_decay=0.004)
-    else:
-        optimizer = torch.optim.SGD(network.parameters(), how.rate, momentum=0.9)
     model = torch.nn.parallel.DistributedDataParallel(network)
 
     def tensors(batch: "Sequence[np.ndarray]") -> "tuple[torch.Tensor, torch.Tensor]":
@@ -178,7 +177,7 @@ def in_pytorch(how: argparse.Namespace, task: scaling.Task, watch: "_Watch") -> 
             loss = cross_entropy(model(x, training=True).flatten(0, -2), y)
             loss.backward()
             optimizer.step()
-            watch.on_train_batch_end(step, {"loss": loss})
+            watch.on_train_batch_end(step, {"loss": float(loss.detach())})
         sums = torch.zeros(3)
         with torch.no_grad():
             for x, y in map(tensors, test.as_numpy_iterator()):
@@ -217,8 +216,8 @@ class _Watch:
     def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
         self._steps += 1
         if self._steps == _COMPILING or batch == _SPAN - 1:
-            # Wait for the end of the step on JAX.
-            float(logs["loss"])
+            # A step of JAX ends when its results are read.
+            float((logs or {})["loss"])
             now = time.perf_counter()
             if self._steps > _COMPILING:
                 self._spans.append((self._steps - self._begun, now - self._begin))
