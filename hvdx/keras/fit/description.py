@@ -19,6 +19,7 @@ import numpy as np
 from hvdx.comm import Comm
 from hvdx.comm.launcher import usable_memory
 from hvdx.keras import backend
+from hvdx.keras.backend import tf
 from hvdx.keras.costs import leaves_of
 from hvdx.keras.fit import data
 from hvdx.keras.optimizer_state import innermost, slots
