@@ -15,7 +15,7 @@ from hvdx import comm as world
 from hvdx.codec import devices
 from hvdx.comm.local import virtual_world
 from hvdx.keras import Distribute
-from hvdx.keras.adapters import stepped
+from hvdx.keras.adapters import stepped_updates
 from hvdx.keras.backends import stepped as functions
 from hvdx.keras.fit import replicas
 from hvdx.keras.variables import view_of
@@ -80,7 +80,7 @@ def count_copies(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     else:
         from numba.cuda.cudadrv.devicearray import DeviceNDArray as Array
     watch(Array, "copy_to_host")
-    watch(stepped, "view_of")
+    watch(stepped_updates, "view_of")
     guard: object = contextlib.nullcontext
     if keras.backend.backend() == "torch":
         import torch
@@ -92,7 +92,7 @@ def count_copies(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
 
         # On a GPU a copy to the host raises.
         guard = functools.partial(jax.transfer_guard_device_to_host, "disallow_explicit")
-    tell, meet = functions().tell, stepped.SteppedUpdates.meet
+    tell, meet = functions().tell, stepped_updates.SteppedUpdates.meet
 
     def telling(work, tensors):
         told.extend(math.prod(t.shape) for t in tensors)
@@ -105,7 +105,7 @@ def count_copies(patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
         exchanging[1] = False
 
     patch.setattr(functions(), "tell", telling)
-    patch.setattr(stepped.SteppedUpdates, "meet", meeting)
+    patch.setattr(stepped_updates.SteppedUpdates, "meet", meeting)
     return copied, told
 
 

@@ -1,7 +1,8 @@
 """Trainings with Keras on JAX and on PyTorch, on two ranks; tests/backend_battery.py has the checks."""
 
 # Tests: hvdx/keras/backends/jax.py, hvdx/keras/backends/torch.py
-# Tests: hvdx/keras/adapters/stepped.py, hvdx/keras/fit/stepped_attachment.py
+# Tests: hvdx/keras/adapters/stepped.py, hvdx/keras/adapters/stepped_updates.py
+# Tests: hvdx/keras/adapters/stepped_averages.py, hvdx/keras/fit/stepped_attachment.py
 
 import pytest
 

@@ -53,8 +53,8 @@ def needs_tensorflow(what: str) -> None:
     """
     if name() != "tensorflow":
         raise ConfigError.on_all_ranks(
-            f"{what}: expected Keras on TensorFlow, got the backend {name()}, on which hvdx trains by Distribute with "
-            "AllReduce, Threshold and ParameterAveraging. Do: set KERAS_BACKEND=tensorflow before the script starts."
+            f"{what}: expected Keras on TensorFlow, got the backend {name()}, on which hvdx trains by Distribute. "
+            "Do: set KERAS_BACKEND=tensorflow before the script starts."
         )
 
 

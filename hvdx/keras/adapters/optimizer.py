@@ -10,17 +10,21 @@ Its class stays the same, so that Keras saves, compares and copies a plain optim
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import keras
 
 from hvdx import comm as world
 from hvdx.comm import Comm, GraphComm
+from hvdx.comm.array_comm import ArrayComm
 from hvdx.comm.mesh import mesh_of
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
-from hvdx.keras.adapters import stepped
 from hvdx.keras.adapters.base import Adapter, refuse_xla, values_of, with_values
+from hvdx.keras.adapters.stepped import SteppedAdapter, SteppedGradients
+from hvdx.keras.adapters.stepped_averages import SteppedAverages
+from hvdx.keras.adapters.stepped_updates import SteppedUpdates, SteppedWeights
 from hvdx.keras.backend import tf
 from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.models import layers_of
@@ -129,7 +133,7 @@ def _make_adapter(
 ) -> Adapter:
     """Make the adapter for a strategy; start the engine if the strategy runs in the graph."""
     if backend.name() != "tensorflow":
-        return stepped.make(strategy, optimizer, name, gain, comm)
+        return _make_stepped(strategy, optimizer, name, gain, comm)
     # Imported here because they import TensorFlow.
     from hvdx.keras.adapters.graph import AveragingAdapter, GraphAdapter
     from hvdx.keras.adapters.host import HostAdapter
@@ -164,6 +168,39 @@ def _make_adapter(
         comm = comm or world.start()
         if isinstance(comm, GraphComm) and comm.size > 1:
             comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
+    return kind(strategy, comm, optimizer, name, gain)
+
+
+# By the communicator below: each opens channels, which all fits use.
+_array_comms: weakref.WeakKeyDictionary[Comm, ArrayComm] = weakref.WeakKeyDictionary()
+# Adapters for JAX and PyTorch, as `_ADAPTERS`.
+_STEPPED: dict[tuple[str, str], type[SteppedAdapter]] = {
+    ("graph", "gradient"): SteppedGradients,
+    ("graph", "weights"): SteppedAverages,
+    ("host", "gradient"): SteppedGradients,
+    ("host", "update"): SteppedUpdates,
+    ("host", "weights"): SteppedWeights,
+}
+
+
+def _make_stepped(
+    strategy: Strategy, optimizer: keras.optimizers.Optimizer, name: str, gain: float, comm: Comm | None
+) -> SteppedAdapter:
+    """Make the adapter for a strategy on JAX or PyTorch.
+
+    Raises:
+        ConfigError: if the strategy is none that hvdx has there, or ranks may die.
+    """
+    comm, kind = comm or world.start(), _STEPPED.get((strategy.runs, strategy.placement))
+    if kind is None or comm.survives:
+        backend.needs_tensorflow("HVDX_SURVIVE=1" if comm.survives else f"strategy {strategy!r}")
+    if isinstance(comm, GraphComm) and comm.size > 1:
+        comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
+    assert kind is not None
+    if strategy.runs == "graph":
+        if comm not in _array_comms:
+            _array_comms[comm] = ArrayComm(comm)
+        comm = _array_comms[comm]
     return kind(strategy, comm, optimizer, name, gain)
 
 

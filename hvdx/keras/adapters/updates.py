@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import keras
+import numpy as np
 
 from hvdx.errors import ConfigError
 from hvdx.keras.adapters.base import values_of, with_values
@@ -12,6 +13,7 @@ from hvdx.keras.backend import tf
 from hvdx.keras.seams.layers import raw_variable
 from hvdx.keras.seams.optimizers import divert_assignments, is_of_keras, owner_of_update_step
 from hvdx.keras.types import Gradient, Variable
+from hvdx.keras.variables import dtype_of
 
 # The weights of these optimisers are a function of their state, which is rank-local here: the next step would undo
 # any other change of the weights.
@@ -53,6 +55,21 @@ def check_averages(optimizer: keras.optimizers.Optimizer, own_state: bool) -> No
             f"optimizer {type(optimizer).__name__}: it computes weights from its state, so the next step would undo an "
             "average of the weights alone. Use ParameterAveraging(average_optimizer=True)."
         )
+
+
+def served_dtype(variables: Sequence[Variable]) -> np.dtype:
+    """Return the dtype in which servers hold some weights: float32, or float64 if one of them is.
+
+    Raises:
+        ConfigError: if a variable is stored in less than 32 bits.
+    """
+    for variable in variables:
+        if dtype_of(variable.dtype).itemsize < 4:
+            raise ConfigError(
+                f"variable {getattr(variable, 'path', variable.name)}: it is stored as {variable.dtype}, and every "
+                "pull would round the servers' weights. Train under a mixed policy, such as mixed_bfloat16."
+            )
+    return np.dtype(np.float64 if any(dtype_of(v.dtype).itemsize > 4 for v in variables) else np.float32)
 
 
 def combines(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdx.comm import Comm
 from hvdx.errors import ConfigError, ReplicaError
+from hvdx.keras.adapters import updates
 from hvdx.keras.adapters.base import apply_constraints, describe
 from hvdx.keras.adapters.host import HostAdapter, any_rank
 from hvdx.keras.optimizer_state import innermost, moving_averages
@@ -71,7 +72,7 @@ class WeightsAdapter(HostAdapter):
         self, optimizer: keras.optimizers.Optimizer, step: Callable[[], object], variables: Sequence[Variable]
     ) -> None:
         """Take the optimiser's step and exchange the weights; the first step also sends the weights before it."""
-        begun, dtype = self._flag(tuple(id(v) for v in variables)), _dtype(variables)
+        begun, dtype = self._flag(tuple(id(v) for v in variables)), updates.served_dtype(variables)
         with tf.device("CPU:0"):
             # One operation begins the session and takes the step. The operations of two optimisers then run in the same
             # order on all ranks. An operation inside a condition of the graph could run in another order.
@@ -253,14 +254,3 @@ def _initialized(variables: Sequence[Variable]) -> bool:
     """Return whether variables have values; those of a layer that is built in the traced step get theirs later."""
     with tf.init_scope():
         return all(bool(raw_variable(v).is_initialized()) for v in variables)
-
-
-def _dtype(variables: Sequence[Variable]) -> tf.DType:
-    """Return the dtype of the weights in the exchange."""
-    for variable in variables:
-        if tf.as_dtype(variable.dtype).size < 4:
-            raise ConfigError(
-                f"variable {getattr(variable, 'path', variable.name)}: it is stored as {variable.dtype}, and every "
-                "pull would round the servers' weights. Train under a mixed policy, such as mixed_bfloat16."
-            )
-    return tf.float64 if any(tf.as_dtype(v.dtype).size > 4 for v in variables) else tf.float32

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 
 from hvdx.errors import ConfigError
+from hvdx.keras import backend
 from hvdx.keras.backend import tf
 from hvdx.keras.fit import py_datasets
 from hvdx.keras.fit.part import Part
@@ -156,6 +157,9 @@ def extend_epochs(callback: keras.callbacks.Callback, steps: int) -> Callable[[]
         A function to call after the last step; None if the data of the `fit` cannot be repeated.
     """
     iterator = epoch_iterator(callback)
+    if backend.name() != "tensorflow":
+        iterators.begin_passes(iterator, steps)
+        return lambda: None
     dataset: tf.data.Dataset = dataset_of(iterator)
     if hasattr(dataset, "repeat"):
         # The prefetch that TensorFlow injects would start the next pass, and draw its order, before this pass ends.

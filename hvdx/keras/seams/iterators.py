@@ -110,6 +110,25 @@ def take_steps(iterator: EpochIterator, dataset: tf.data.Dataset, steps: int) ->
     iterator._current_iterator = None
 
 
+def begin_passes(iterator: EpochIterator, steps: int) -> None:
+    """Make each epoch of a fit on JAX or PyTorch take some steps, and read its data again whenever a pass ends.
+
+    Relies on: with `steps_per_epoch`, `EpochIterator` goes on in the next epoch with the batches of `_get_iterator`.
+    """
+    one_pass = iterator._get_iterator
+
+    def passes() -> Iterator[Structure]:
+        batches = 1
+        while batches:  # those of a generator do not come again
+            batches = 0
+            for batch in one_pass():
+                batches += 1
+                yield batch
+
+    iterator._get_iterator, iterator._num_batches = passes, None
+    iterator.steps_per_epoch, iterator._current_iterator = steps, None
+
+
 def epoch_is_one_pass(iterator: EpochIterator) -> bool:
     """Return whether each epoch of a fit is one pass through its data.
 
