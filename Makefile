@@ -94,12 +94,13 @@ demo: $(HOROVOD) kernels
 	@echo '$$ $(DEMO)'
 	@$(DEMO)
 
-# Two files run at once, and those that take the longest begin first. Of tests that start processes three run at once:
-# they wait a good part of the time, Slurm's the most.
+# Three files run at once. Those whose tests start processes begin first: they take the longest, and wait a good part of
+# the time, Slurm's the most, while others compute. pytest keeps the order only where no argument is within another.
 # Tests that measure seconds, and those on ranks, have the machine for themselves.
-STARTS = tests/slurm $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py \
-	%/test_docs.py %/test_figures.py %/test_extending.py %/test_mirror.py, \
-	$(wildcard tests/jobs/test_*.py tests/jobs/benchmarks/test_*.py tests/test_*.py))
+STARTS = tests/slurm tests/jobs $(filter-out $(ALONE) %/test_packaging.py %/test_public.py %/test_rooms.py \
+	%/test_docs.py %/test_figures.py %/test_extending.py %/test_mirror.py, $(wildcard tests/test_*.py))
+REST = tests/kernels $(filter-out $(STARTS) $(ALONE) tests/kernels %/__pycache__, \
+	$(patsubst %/,%,$(wildcard tests/*/ tests/test_*.py)))
 ALONE = tests/test_stalls.py tests/test_at_ranks.py tests/cli/test_lab.py tests/jobs/test_parameter_server_jobs.py
 # Every room, and one job on two ranks; no framework but TensorFlow, and no Horovod, whose build takes a C++ compiler.
 QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_cpu_arguments.py tests/kernels/test_tiles.py \
@@ -109,7 +110,6 @@ QUICK = tests/codec tests/comm tests/report tests/strategies tests/kernels/test_
 	tests/test_rooms.py tests/test_mirror.py tests/test_public.py \
 	'tests/jobs/test_fashion_mnist.py::test_three_epochs_leave_identical_weights[2-mlp]'
 PYTEST = $(BIN)/python -m pytest
-AT_ONCE = -n 2 --dist loadfile
 
 # Without bytecode files each process of a test would compile hvdx again, for a quarter of a second, and each worker of
 # pytest the tests.
@@ -119,14 +119,13 @@ test-all: MORE = --all
 test test-all: $(HOROVOD) $(FRAMEWORKS) kernels
 	@failed=; \
 	part() { name=$$1; shift; echo "$$*"; "$$@" || failed="$$failed; $$name"; }; \
-	part 'the tests in one process' \
-	    $(PYTEST) $(MORE) $(AT_ONCE) --no-loadscope-reorder $(addprefix --ignore=,$(STARTS) $(ALONE)) tests/kernels tests; \
-	part 'the tests that start processes' $(PYTEST) $(MORE) -n 3 --dist loadfile --no-loadscope-reorder $(STARTS); \
+	part 'the tests that run at once' $(PYTEST) $(MORE) -n 3 --dist loadfile --no-loadscope-reorder \
+	    $(addprefix --ignore=,$(ALONE)) $(STARTS) $(REST); \
 	part 'the tests that run alone' $(PYTEST) $(MORE) $(ALONE); \
 	[ -z "$$failed" ] || { echo "hvdx: failed: $${failed#; }" >&2; exit 1; }
 
 test-quick: kernels
-	$(PYTEST) -q $(AT_ONCE) $(QUICK)
+	$(PYTEST) -q -n 2 --dist loadfile $(QUICK)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
