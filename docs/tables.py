@@ -85,6 +85,10 @@ dense bf16: sorted(rows("dense", wire="bf16"), key=lambda row: (harness.bits(row
 hosts | link | limit | hvdx over MPI, bf16
 {hosts} | {LINKS[bandwidth]} | {short(limit)} | {short(mpi)}
 
+peers: rows("peers")
+backend | hosts | link | network | DataParallel or DDP, ms a step | `AllReduce()` | / peer | `Threshold()` | peer, s to the target | `Threshold()`, s | / peer
+{BACKENDS[backend]} | {hosts} | {LINKS[bandwidth]} | {MODELS[model]} | {short(peer_ms)} | {short(all_reduce_ms)} | {bold(f"{all_reduce_ms / peer_ms:.2f}")} | {short(threshold_ms)} | {short(peer_s)} | {short(threshold_s)} | {bold(f"{threshold_s / peer_s:.2f}")}
+
 overlap: rows("overlap")
 link | exchange | computing | at once | in buckets | in buckets / the longer
 {LINKS[bandwidth]} | {short(exchange)} | {short(computing)} | {short(at_once)} | {short(buckets)} | {ratio:.2f}
@@ -196,6 +200,7 @@ BLOCKS = dict(block.split(": ", 1) for block in TABLES.strip().split("\n\n"))
 DENSITIES = {1e-4: "1e-4", 1e-3: "1e-3", 1e-2: "1e-2", 1 / 16: "1/16", 0.1: "0.1"}
 LINKS = {"10mbit": "10 Mbit/s", "100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "none": "none"}
 MODELS = {"lm": "transformer", "cnn": "CNN", "mlp": "MLP"}
+BACKENDS = {"jax": "JAX", "torch": "PyTorch"}
 PREDICTED = ["all_reduce", "all_reduce:compression=fp16", "threshold", "parameter_averaging"]
 PREDICTED += ["parameter_server:servers=colocated"]
 OPTIMIZERS = {"sgd": "SGD 0.1", "momentum": "SGD 0.05, momentum 0.9", "adam": "Adam 0.001"}

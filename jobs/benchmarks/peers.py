@@ -1,19 +1,19 @@
-"""Data parallelism of Keras on JAX, and of PyTorch, beside hvdx on the same backend: a step, and seconds to a target.
+"""A step, and seconds to a target, of Keras' DataParallel on JAX and of PyTorch's DDP, beside hvdx on these backends.
 
-    python jobs/benchmarks/peers.py --json peers.json         two and four hosts at 100mbit and 1gbit: ten minutes
-    python jobs/benchmarks/peers.py --quick                   one small case: a minute
+    python jobs/benchmarks/peers.py --json peers.json         two and four hosts at 100mbit and 1gbit: 15 minutes
+    python jobs/benchmarks/peers.py --quick                   one small case for each backend: a minute
 
 Each host of `hvdx lab` has one worker, which runs on one core with one thread. All ways train the same Keras model on
 the same batches, one after another in the same processes:
 
-    DataParallel     on JAX: `fit` under `keras.distribution.DataParallel`, over gloo
-    DDP              on PyTorch: the loop of Keras' guide, by DistributedDataParallel over gloo, PyTorch's optimiser
-    AllReduce        on both: `fit` under hvdx
-    Threshold        on both: `fit` under hvdx, which trains at the rate of the others
+    peer             on JAX: `fit` under `keras.distribution.DataParallel`, over gloo; on PyTorch: the loop of Keras'
+                     guide to several GPUs, by DistributedDataParallel over gloo, with PyTorch's optimiser
+    AllReduce        `fit` under hvdx, for 50 steps
+    Threshold        `fit` under hvdx, with the learning rate of the others
 
-The networks are those of scaling.py. A training ends when its evaluation after every 10 steps reaches the target.
-The milliseconds of a step are the median over these spans; seconds to the target are the sum of them, without the first
-two steps, in which everything is compiled, and without evaluations.
+The networks and data are those of scaling.py. A training ends when its evaluation, after every 10 steps, reaches the
+target. The milliseconds of a step are the median over these spans. The seconds to the target are their sum, without
+evaluations and the first two steps, in which everything is compiled.
 """
 
 import argparse
@@ -34,13 +34,12 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
 
-#: What hvdx is compared with, by backend, and its own strategies.
-PEERS = {"jax": "DataParallel", "torch": "DDP"}
-STRATEGIES = {"AllReduce": "all_reduce", "Threshold": "threshold"}
+#: Ways of training by the names of their figures, with the strategies of hvdx.
+WAYS = {"peer": "", "all_reduce": "all_reduce", "threshold": "threshold"}
 #: Targets that are reached within a minute: test accuracy in %, or held-out loss in nats per character; and rates.
 TARGETS = {"mlp": (80.0, 0.05), "cnn": (80.0, 0.01), "lm": (2.6, 0.002)}
-# Steps between two evaluations; first steps that are not timed.
-_SPAN, _COMPILING = 10, 2
+# Steps between two evaluations; first steps that are not timed; steps of the training that is timed only.
+_SPAN, _COMPILING, _TIMED = 10, 2, 50
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,9 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--models", type=words, default=",".join(TARGETS), metavar="NAME,...", help="networks")
     add("--hosts", type=harness.several(int), default="2,4", metavar="N,...", help="numbers of emulated hosts")
     add("--bandwidth", type=words, default="100mbit,1gbit", metavar="RATE,...", help="bandwidths of the links")
-    add("--ways", type=words, metavar="WAY,...", help="ways of training (default: all)")
-    add("--most-steps", type=int, default=600, metavar="N", help="steps after which a training ends in any case")
-    add("--quick", action="store_true", help="the transformer on two hosts at 100mbit, 20 steps")
+    add("--most-steps", type=int, default=400, metavar="N", help="steps after which a training ends in any case")
+    add("--quick", action="store_true", help="only 20 steps of the transformer on two hosts at 100mbit")
     return harness.run(parser, compare, work, argv)
 
 
@@ -63,27 +61,33 @@ def compare(options: argparse.Namespace) -> int:
         options.models, options.hosts, options.bandwidth, options.most_steps = ["lm"], [2], ["100mbit"], 2 * _SPAN
     rows: list[harness.Row] = []
     for backend in options.backends:
-        ways = [way for way in (PEERS[backend], *STRATEGIES) if not options.ways or way in options.ways]
         for case in harness.networks(options.hosts, options.bandwidth):
-            setting = {"models": options.models, "ways": ways, "steps": options.most_steps}
+            setting = {"models": options.models, "steps": options.most_steps}
             ended = harness.launch(__file__, setting, case["hosts"], case["bandwidth"], env={"KERAS_BACKEND": backend})
-            found = [{"backend": backend} | case | row for row in ended.ranks[0]["rows"]]
-            print(harness.table(found, _COLUMNS), file=sys.stderr, flush=True)
-            rows += found
+            rows += [{"backend": backend} | case | row for row in ended.ranks[0]["rows"]]
             harness.write(options.json, {"rows": rows})
+            print(f"{backend}: {case['hosts']} hosts, {case['bandwidth']}", file=sys.stderr, flush=True)
     print(harness.table(rows, _COLUMNS))
     return 0
+
+
+def ratio(row: harness.Row, above: str, below: str) -> str:
+    """Return a figure relative to another one; nothing if a target was not reached."""
+    return "" if None in (row[above], row[below]) else f"{row[above] / row[below]:.2f}"
 
 
 _COLUMNS = [
     ("backend", lambda row: row["backend"]),
     ("hosts", lambda row: str(row["hosts"])),
     ("link", lambda row: row["bandwidth"]),
-    ("model", lambda row: row["model"]),
-    ("way", lambda row: row["way"]),
-    harness.figure("ms a step", "ms", ".1f"),
-    harness.figure("steps", "steps", ".0f"),
-    harness.figure("seconds", "seconds", ".2f"),
+    ("network", lambda row: row["model"]),
+    harness.figure("peer, ms a step", "peer_ms", ".1f"),
+    harness.figure("AllReduce", "all_reduce_ms", ".1f"),
+    ("/ peer", lambda row: ratio(row, "all_reduce_ms", "peer_ms")),
+    harness.figure("Threshold", "threshold_ms", ".1f"),
+    harness.figure("peer, s to the target", "peer_s", ".1f"),
+    harness.figure("Threshold, s", "threshold_s", ".1f"),
+    ("/ peer, s", lambda row: ratio(row, "threshold_s", "peer_s")),
 ]
 
 
@@ -105,38 +109,41 @@ def work(setting: argparse.Namespace) -> harness.Row:
     with socket.create_server(("", 0)) as free:
         mine = f"{socket.gethostname()}:{free.getsockname()[1]}"
     address = world.start().all_gather_object(mine, "addresses")[0]
-    if "DataParallel" in setting.ways:
-        keras.distribution.initialize(address, hvdx.size(), hvdx.rank())
-    if "DDP" in setting.ways:
+    in_torch = keras.backend.backend() == "torch"
+    if in_torch:
         import torch
 
         if Path("/sys/class/net/eth0").exists():
             os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         torch.distributed.init_process_group("gloo", f"tcp://{address}", rank=hvdx.rank(), world_size=hvdx.size())
+    else:
+        keras.distribution.initialize(address, hvdx.size(), hvdx.rank())
     rows = []
     for model in setting.models:
         target, rate = TARGETS[model]
-        task = dataclasses.replace(scaling.TASKS[model], target=target)
-        for way in setting.ways:
+        task, row = dataclasses.replace(scaling.TASKS[model], target=target), {"model": model, "target": target}
+        for way, strategy in WAYS.items():
             watch = _Watch(task)
-            how = argparse.Namespace(model=model, rate=rate, seed=0, steps=setting.steps)
+            steps = min(setting.steps, _TIMED) if way == "all_reduce" else setting.steps
+            how = argparse.Namespace(model=model, rate=rate, seed=0, steps=steps)
             keras.utils.set_random_seed(0)
-            if way == "DDP":
+            if in_torch and not strategy:
                 in_pytorch(how, task, watch)
             else:
-                in_keras(how, task, watch, way)
-            rows.append({"model": model, "way": way} | watch.result())
+                in_keras(how, task, watch, strategy)
+            row |= {f"{way}_{name}": value for name, value in watch.result().items()}
+        rows.append(row)
     return {"rows": rows}
 
 
-def in_keras(how: argparse.Namespace, task: scaling.Task, watch: "_Watch", way: str) -> None:
-    """Train by `fit`, under hvdx or a distribution of Keras."""
+def in_keras(how: argparse.Namespace, task: scaling.Task, watch: "_Watch", strategy: str) -> None:
+    """Train by `fit`: under a strategy of hvdx, or, without one, under a distribution of Keras."""
     import keras
 
     import hvdx
 
-    distribution = keras.distribution.DataParallel(auto_shard_dataset=False) if way == "DataParallel" else None
-    keras.distribution.set_distribution(distribution)
+    callbacks = [hvdx.keras.Distribute(strategy)] if strategy else []
+    keras.distribution.set_distribution(None if strategy else keras.distribution.DataParallel(auto_shard_dataset=False))
     watch.model, train, test = task.build(how, task)
     watch.model.fit(
         train.repeat(),
@@ -145,7 +152,7 @@ def in_keras(how: argparse.Namespace, task: scaling.Task, watch: "_Watch", way: 
         validation_data=test,
         shuffle=False,
         verbose=0,
-        callbacks=[*([] if distribution else [hvdx.keras.Distribute(STRATEGIES[way])]), harness.callback(watch)],
+        callbacks=[*callbacks, harness.callback(watch)],
     )
     keras.distribution.set_distribution(None)
 
@@ -232,7 +239,7 @@ class _Watch:
         return {
             "ms": 1e3 * median(seconds / steps for steps, seconds in self._spans),
             "steps": self._steps if self._reached else None,
-            "seconds": sum(seconds for _, seconds in self._spans) if self._reached else None,
+            "s": sum(seconds for _, seconds in self._spans) if self._reached else None,
         }
 
 

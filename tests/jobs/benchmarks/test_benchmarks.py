@@ -6,7 +6,8 @@
 # Tests: jobs/benchmarks/density.py, jobs/benchmarks/edges.py
 # Tests: jobs/benchmarks/gpu.py, jobs/benchmarks/memory.py
 # Tests: jobs/benchmarks/local_steps.py, jobs/benchmarks/lost_host.py
-# Tests: jobs/benchmarks/predict.py, jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
+# Tests: jobs/benchmarks/peers.py, jobs/benchmarks/predict.py
+# Tests: jobs/benchmarks/record_update.py, jobs/benchmarks/scaling.py
 # Tests: jobs/benchmarks/servers.py, jobs/benchmarks/simulate.py, jobs/benchmarks/split.py
 # Tests: jobs/benchmarks/split_memory.py, jobs/benchmarks/survival.py
 
@@ -40,6 +41,7 @@ BENCHMARKS = {
         "--workers 2 --steps 4 --batch 2 --rates 0.002",
         {"SCHEMES": {"all-reduce": "all_reduce:engine=mpi", "SparseLoCo": "sparse_loco"}, "PERIOD": 2},
     ),
+    "peers": ("--quick --backends torch", {}),
     "predict": ("--again --models mlp --hosts 2 --bandwidth 1gbit", {}),
     "servers": ("--workers 2 --servers 1 --steps 4 --hidden 4", {}),
     "simulate": ("--hosts 2 --bandwidth 1gbit --elements 2k --steps 4", {}),
