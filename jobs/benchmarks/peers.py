@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 WAYS = {"peer": "", "all_reduce": "all_reduce", "threshold": "threshold"}
 #: Targets that are reached within a minute: test accuracy in %, or held-out loss in nats per character; and rates.
 TARGETS = {"mlp": (80.0, 0.05), "cnn": (80.0, 0.01), "lm": (2.6, 0.002)}
-# Steps between two evaluations; first steps that are not timed; steps of the training that is timed only.
-_SPAN, _COMPILING, _TIMED = 10, 2, 50
+# Steps between two evaluations; first steps that are not timed; steps of the training that is timed only; and samples
+# of an evaluation, full batches on each of up to four hosts.
+_SPAN, _COMPILING, _TIMED, _TESTED = 10, 2, 50, 2_000
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,7 +122,8 @@ def work(setting: argparse.Namespace) -> harness.Row:
     rows = []
     for model in setting.models:
         target, rate = TARGETS[model]
-        task, row = dataclasses.replace(scaling.TASKS[model], target=target), {"model": model, "target": target}
+        task, row = scaling.TASKS[model], {"model": model, "target": target}
+        task = dataclasses.replace(task, target=target, tested=min(task.tested, _TESTED))
         for way, strategy in WAYS.items():
             watch = _Watch(task)
             steps = min(setting.steps, _TIMED) if way == "all_reduce" else setting.steps
