@@ -69,7 +69,9 @@ def test_fit_of_one_worker_is_recorded(tmp_path, monkeypatch):
     assert times == sorted(times)
     assert run.ranks[0].clocks == []
     expected = {"rank": 0, "size": 1, "strategy": "Threshold()", "seed": 7, "epochs": 2, "steps": STEPS, "batch": BATCH}
+    expected["backend"] = "tensorflow"
     assert {name: run.header[name] for name in expected} == expected
+    assert run.header["versions"]["tensorflow"] == tf.__version__
     assert run.header["model"]["tensors"] == [[4, 2], [2]]
     assert run.header["optimizer"] == {"name": "Adam", "momentum": 0.9, "slots": 2}
 
