@@ -5,10 +5,12 @@ An import of TensorFlow fails, as where it is not installed. In the folder `CHEC
 what PyTorch has left there.
 """
 
+import contextlib
 import functools
 import importlib.abc
 import operator
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import Distribute
 from hvdx.keras.fit import replicas
 from hvdx.keras.variables import view_of
+from tests.launch import ROOT
 
 
 class NoTensorFlow(importlib.abc.MetaPathFinder):
@@ -230,6 +233,18 @@ def a_checkpoint_resumes() -> None:
         assert np.array_equal(view_of(a), view_of(b)), a.path
     if other != mine and os.path.exists(other):
         saved(4, other)
+
+
+@check
+def the_script_of_the_tutorial_trains() -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    names: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        exec(code, names)
+    model = names["model"]
+    assert isinstance(model, keras.Model)
+    assert model.history.history["val_accuracy"][-1] > 0.9
 
 
 def main(names: Sequence[str]) -> None:
