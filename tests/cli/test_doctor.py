@@ -59,8 +59,9 @@ def test_probe_reads_what_horovod_was_built_against(tmp_path, monkeypatch):
 def test_probe_keeps_the_facts_before_a_crash(tmp_path, monkeypatch):
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     _stub(tmp_path, monkeypatch, numpy="__version__ = '2.4'", tensorflow=crash)
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     found = probes.probe("frameworks")
-    assert found.facts == {"numpy": "2.4", "backend": "tensorflow", "place": ""}
+    assert found.facts == {"numpy": "2.4", "backend": "tensorflow", "place": "KERAS_BACKEND"}
     assert found.failure == "crashed with SIGSEGV"
     assert checks.framework(found) == [Check("TensorFlow", "problem", found.failure, checks._INSTALL_TENSORFLOW)]
 

@@ -92,9 +92,9 @@ def framework(found: Finding) -> list[Check]:
     version = found.facts.get(backend)
     if version is None:
         why = _absent(found.failure, backend) if "numpy" in found.facts else "not tried, as NumPy fails"
-        if place := found.facts.get("place"):
-            why += f"; {place} chooses it for Keras"
-            install += ", or choose another backend there" * (backend != "tensorflow")
+        if backend != "tensorflow":
+            why += f"; {found.facts['place']} chooses it for Keras"
+            install += ", or choose another backend there"
         return [Check(name, "problem", why, install)]
     if backend != "tensorflow":
         return [Check(name, "ok", version)]
