@@ -1,8 +1,9 @@
-"""Test hvdx with several versions of TensorFlow and Keras, MPIs and Pythons, each in an environment of its own.
+"""Test hvdx with several versions of Keras and its backends, MPIs and Pythons, each in an environment of its own.
 
-    python -m tests.matrix                    all columns of both tables, all rows
+    python -m tests.matrix                    all columns of all tables, all rows
     python -m tests.matrix --only 2.16 2.18   some pairs, by the beginnings of TensorFlow's versions
     python -m tests.matrix --only impi-rt     some MPIs, by the names in `MPIS`
+    python -m tests.matrix --only jax torch   the other backends of Keras
     python -m tests.matrix --save             also write the tables of docs/install.md
 
 The environments are in the cache folder of hvdx, below "matrix". They are made again when the dependencies in
@@ -31,18 +32,26 @@ from hvdx.report.table import render
 from tests.launch import ROOT, environment
 
 PAGE, RESULTS = ROOT / "docs" / "install.md", ROOT / "docs" / "benchmarks" / "matrix.json"
-# The table of TensorFlow's versions, and that of MPIs.
-MARKS = (("<!-- matrix -->", "<!-- end of matrix -->"), ("<!-- MPIs -->", "<!-- end of MPIs -->"))
+# The tables of TensorFlow's versions, of those of the other backends, and of MPIs.
+MARKS = (
+    ("<!-- matrix -->", "<!-- end of matrix -->"),
+    ("<!-- backends -->", "<!-- end of backends -->"),
+    ("<!-- MPIs -->", "<!-- end of MPIs -->"),
+)
 # The oldest pair that pyproject.toml allows, and one between; "" is the newest that pip resolves.
 FIXED = (("2.16.2", "3.6.0"), ("2.18.*", "3.9.*"))
+# Releases of JAX and PyTorch from the month of Keras 3.6, which does not say which it needs; and the newest.
+OTHERS = (("jax", "0.4.34", "3.6.0"), ("jax", "", ""), ("torch", "2.4.1", "3.6.0"), ("torch", "", ""))
 NEWEST = 2
 INSTALL_SECONDS, TEST_SECONDS, TRAINING_SECONDS = 900, 240, 120
 # The package of TensorFlow in the extra `tf`.
 TENSORFLOW = "tensorflow-cpu"
+# Names of the backends in the tables, and their packages.
+BACKENDS = {"tensorflow": ("TensorFlow", TENSORFLOW), "jax": ("JAX", "jax"), "torch": ("PyTorch", "torch")}
 # As a module: the folder tests has one named keras.
 TRAINING = ["-m", "tests.matrix_training"]
-#: What pytest, the training and `hvdx doctor` say at the end.
-SAID = r"\b\d+ passed\b|^trained: |^Ready to train"
+#: What pytest, the training, `hvdx doctor` and the battery say at the end.
+SAID = r"\b\d+ passed\b|^trained: |^Ready to train|^held: "
 STRATEGIES = {
     "AllReduce": "all_reduce:engine=mpi",
     "Threshold": "threshold",
@@ -77,6 +86,11 @@ ROWS: list[Row] = [
     ("split layers", [*TRAINING, "split"], 2, {"HVDX_SPLIT": "2"}, TRAINING_SECONDS),
 ]
 
+
+#: Rows of the table of the other backends.
+BACKEND_ROWS: list[Row] = [
+    ("`tests/backend_battery.py` on two workers", ["-m", "tests.backend_battery"], 2, {}, 2 * TEST_SECONDS)
+]
 
 #: Rows of the table of MPIs: `hvdx doctor`, and all trainings that depend on the MPI.
 MPI_ROWS: list[Row] = [
@@ -123,24 +137,28 @@ class Versions:
     """What a column tests.
 
     Attributes:
-        tensorflow, keras: versions; "" for the newest Keras.
-        mpi: key in `MPIS`; "" in the table of TensorFlow's versions, whose environments have pip's Open MPI.
+        version, keras: versions of the backend and of Keras; "" for the newest.
+        mpi: key in `MPIS`; "" in the tables of the backends, whose environments have pip's Open MPI.
         python: version of Python, such as "3.13"; "" for that of --python.
+        backend: backend of Keras.
     """
 
-    tensorflow: str
+    version: str
     keras: str = ""
     mpi: str = ""
     python: str = ""
+    backend: str = "tensorflow"
 
     @property
     def rows(self) -> list[Row]:
         """The rows of the column's table."""
-        return MPI_ROWS if self.mpi else ROWS
+        return _rows(self.backend, self.mpi)
 
     def chosen(self, only: Sequence[str] | None) -> bool:
         """Return whether the names of --only choose this column."""
-        return not only or (self.mpi in only if self.mpi else self.tensorflow.startswith(tuple(only)))
+        if not only or self.backend != "tensorflow":
+            return not only or self.backend in only
+        return self.mpi in only if self.mpi else self.version.startswith(tuple(only))
 
 
 @dataclass(frozen=True)
@@ -148,15 +166,16 @@ class Cell:
     """Result of a row in an environment.
 
     Attributes:
-        tensorflow, keras: the versions that were installed.
+        version, keras: the versions of backend and Keras that were installed.
         row: name of the row.
         result: "passed", or the first line of the failure.
         seconds: how long it took.
-        mpi: key in `MPIS`; "" in the table of TensorFlow's versions.
-        mpi_version, python: the versions that were installed; "" in the table of TensorFlow's versions.
+        mpi: key in `MPIS`; "" in the tables of the backends.
+        mpi_version, python: the versions that were installed; "" in the tables of the backends.
+        backend: backend of Keras.
     """
 
-    tensorflow: str
+    version: str
     keras: str
     row: str
     result: str
@@ -164,25 +183,33 @@ class Cell:
     mpi: str = ""
     mpi_version: str = ""
     python: str = ""
+    backend: str = "tensorflow"
 
     @property
     def column(self) -> str:
         """Head of the cell's column."""
         if self.mpi:
             return f"{MPIS[self.mpi].name} {self.mpi_version}, Python {self.python}"
-        return f"TensorFlow {self.tensorflow}, Keras {self.keras}"
+        return f"{BACKENDS[self.backend][0]} {self.version}, Keras {self.keras}"
 
     @property
     def place(self) -> tuple[str, ...]:
         """What stays the same when the column is tested again with newer patches."""
-        return (self.mpi, _minor(self.python)) if self.mpi else ("", _minor(self.tensorflow))
+        return (self.mpi, _minor(self.python)) if self.mpi else (self.backend, _minor(self.version))
 
     @property
     def order(self) -> list[int]:
         """Place in the tables."""
-        rows = [row[0] for row in (MPI_ROWS if self.mpi else ROWS)]
-        first = [list(MPIS).index(self.mpi), *_numbers(self.python)] if self.mpi else [-1, *_numbers(self.tensorflow)]
+        rows = [row[0] for row in _rows(self.backend, self.mpi)]
+        if self.mpi:
+            first = [len(BACKENDS) + list(MPIS).index(self.mpi), *_numbers(self.python)]
+        else:
+            first = [list(BACKENDS).index(self.backend), *_numbers(self.version)]
         return [*first, rows.index(self.row)]
+
+
+def _rows(backend: str, mpi: str) -> list[Row]:
+    return MPI_ROWS if mpi else ROWS if backend == "tensorflow" else BACKEND_ROWS
 
 
 class MatrixError(Exception):
@@ -214,7 +241,7 @@ def newest_minors(listing: str, below: tuple[int, int], count: int = NEWEST) -> 
 
 
 def columns() -> list[Versions]:
-    """Return what to test: pairs of TensorFlow and Keras, oldest first, then MPIs with the newest pair."""
+    """Return what to test: pairs of TensorFlow and Keras, oldest first, other backends, MPIs with the newest pair."""
     allowed = re.search(TENSORFLOW + r">=[\d.]+,<(\d+)\.(\d+)", (ROOT / "pyproject.toml").read_text())
     if allowed is None:
         raise MatrixError(f"pyproject.toml: expected an upper bound of {TENSORFLOW}, got none. Do: add one.")
@@ -224,7 +251,8 @@ def columns() -> list[Versions]:
     if len(found) < NEWEST:
         raise MatrixError(f"{' '.join(command)}: expected versions, got: {listed.reason()}")
     pairs = [*(Versions(*pair) for pair in FIXED), *(Versions(version) for version in found)]
-    return [*pairs, *(Versions(found[-1], mpi=mpi, python=python) for mpi, python in MPI_COLUMNS)]
+    others = [Versions(version, keras, backend=backend) for backend, version, keras in OTHERS]
+    return [*pairs, *others, *(Versions(found[-1], mpi=mpi, python=python) for mpi, python in MPI_COLUMNS)]
 
 
 def prepare(versions: Versions, default_python: str) -> Path:
@@ -234,15 +262,16 @@ def prepare(versions: Versions, default_python: str) -> Path:
         MatrixError: if a package cannot be installed.
         AbsentError: if the Python or the packages of Debian are missing.
     """
-    tensorflow, keras, mpi = versions.tensorflow, versions.keras, MPIS.get(versions.mpi)
+    (title, package), version, keras = BACKENDS[versions.backend], versions.version, versions.keras
+    mpi = MPIS.get(versions.mpi)
     python = find_python(versions.python) if versions.python else default_python
-    wanted = [f"{TENSORFLOW}=={tensorflow}", f"keras=={keras}" if keras else "keras>=3.6"]
-    # What tests/conftest.py and the tests of the first rows import.
-    wanted += ["pytest>=8", "hypothesis", "--editable", f"{ROOT}[mpi]" if mpi is None else str(ROOT)]
+    wanted = [f"{package}=={version}" if version else package, f"keras=={keras}" if keras else "keras>=3.6"]
+    # What tests/conftest.py, the tests of the first rows and the battery import.
+    wanted += ["pytest>=8", "hypothesis", "scikit-learn", "--editable", f"{ROOT}[mpi]" if mpi is None else str(ROOT)]
     wanted += [mpi.package] if mpi and mpi.package else []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stamp_text = repr((python, wanted, project["dependencies"], project["optional-dependencies"]["mpi"]))
-    name = f"tensorflow-{tensorflow}-keras-{keras or 'newest'}".replace("*", "x")
+    name = f"{versions.backend}-{version or 'newest'}-keras-{keras or 'newest'}".replace("*", "x")
     folder = cache_folder() / "matrix" / (f"{versions.mpi}-python-{versions.python}" if mpi else name)
     stamp = folder / "installed"
     if stamp.exists() and stamp.read_text() == stamp_text:
@@ -259,7 +288,7 @@ def prepare(versions: Versions, default_python: str) -> Path:
         done = processes.run(command, INSTALL_SECONDS, environ, ROOT, merged=True)
         if done.code != 0:
             raise MatrixError(
-                f"TensorFlow {tensorflow}: expected an environment, got: {done.reason()}. TensorFlow 2.16 and 2.18 "
+                f"{title} {version}: expected an environment, got: {done.reason()}. TensorFlow 2.16 and 2.18 "
                 "need Python 3.11 or 3.12. Do: give --python."
             )
     for tool, path in tools.items():
@@ -301,18 +330,18 @@ def installed(versions: Versions, folder: Path) -> dict[str, str]:
     """Return the versions in an environment, as attributes of `Cell`."""
     code = (
         "import platform; from importlib.metadata import version as v; "
-        f"print(v({TENSORFLOW!r}), v('keras'), platform.python_version())"
+        f"print(v({BACKENDS[versions.backend][1]!r}), v('keras'), platform.python_version())"
     )
-    tensorflow, keras, python = subprocess.run(
+    version, keras, python = subprocess.run(
         [str(folder / "bin" / "python"), "-c", code], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()
-    found = {"tensorflow": tensorflow, "keras": keras}
+    found = {"backend": versions.backend, "version": version.partition("+")[0], "keras": keras}
     if not versions.mpi:
         return found
     # Intel's mpirun takes its launcher from PATH.
     path = processes.child_environment(PATH=f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}")
-    _, version = recognise(processes.run([str(folder / "bin" / "mpirun"), "--version"], 60, path).text)
-    return found | {"mpi": versions.mpi, "mpi_version": version, "python": python}
+    _, launcher = recognise(processes.run([str(folder / "bin" / "mpirun"), "--version"], 60, path).text)
+    return found | {"mpi": versions.mpi, "mpi_version": launcher, "python": python}
 
 
 def attempt(row: Row, folder: Path, versions: Mapping[str, str]) -> Cell:
@@ -321,7 +350,8 @@ def attempt(row: Row, folder: Path, versions: Mapping[str, str]) -> Cell:
     python = str(folder / "bin" / "python")
     launcher = [] if ranks == 1 else [str(folder / "bin" / "hvdx"), "run", "-n", str(ranks)]
     began = time.monotonic()
-    done = processes.run([*launcher, python, *program], limit, environment(variables), ROOT, merged=True)
+    environ = environment({"KERAS_BACKEND": versions["backend"], **variables})
+    done = processes.run([*launcher, python, *program], limit, environ, ROOT, merged=True)
     seconds = round(time.monotonic() - began, 1)
     result = verdict(done)
     # An exit status of 0 is no proof that anything has been trained.
@@ -347,8 +377,8 @@ def merge(path: Path, cells: Sequence[Cell]) -> list[Cell]:
     """Write the cells to a file, in place of earlier ones of the same minor releases and of rows that are no more."""
     known = [Cell(**row) for row in json.loads(path.read_text())["rows"]] if path.exists() else []
     renewed = {cell.place for cell in cells}
-    names = {False: {row[0] for row in ROWS}, True: {row[0] for row in MPI_ROWS}}
-    kept = [c for c in known if c.place not in renewed and c.row in names[bool(c.mpi)]] + list(cells)
+    kept = [c for c in known if c.place not in renewed and c.row in {row[0] for row in _rows(c.backend, c.mpi)}]
+    kept += cells
     kept.sort(key=lambda c: c.order)
     saved = [{name: value for name, value in asdict(c).items() if value != ""} for c in kept]
     path.write_text(harness.dump({"command": "python -m tests.matrix --save", "rows": saved}))
@@ -371,8 +401,10 @@ def table(cells: Sequence[Cell], rows: Sequence[Row]) -> tuple[list[str], list[l
 
 
 def tables(cells: Sequence[Cell]) -> list[tuple[list[str], list[list[str]]]]:
-    """Return the table of TensorFlow's versions, and that of MPIs."""
-    return [table([c for c in cells if not c.mpi], ROWS), table([c for c in cells if c.mpi], MPI_ROWS)]
+    """Return the tables of TensorFlow's versions, of those of other backends, and of MPIs."""
+    others = [c for c in cells if c.backend != "tensorflow"]
+    of_tensorflow = [c for c in cells if not c.mpi and c not in others]
+    return [table(of_tensorflow, ROWS), table(others, BACKEND_ROWS), table([c for c in cells if c.mpi], MPI_ROWS)]
 
 
 def write_page(page: Path, cells: Sequence[Cell]) -> None:
@@ -396,7 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only",
         nargs="+",
         metavar="NAME",
-        help=f"beginnings of TensorFlow's versions, and MPIs: {', '.join(MPIS)} (default: all)",
+        help=f"beginnings of TensorFlow's versions, jax, torch, and MPIs: {', '.join(MPIS)} (default: all)",
     )
     parser.add_argument("--python", default=sys.executable, help="Python of the first table (default: %(default)s)")
     parser.add_argument("--prepare", action="store_true", help="make the environments, and run nothing")
@@ -408,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = columns()
         chosen = [versions for versions in known if versions.chosen(options.only)]
         if not chosen:
-            names = [*(v.tensorflow for v in known if not v.mpi), *MPIS]
+            names = [*(v.version for v in known if v.backend == "tensorflow" and not v.mpi), "jax", "torch", *MPIS]
             parser.error(f"--only: expected beginnings of {names}, got {options.only}")
         cells: list[Cell] = []
         for number, wanted in enumerate(chosen, 1):

