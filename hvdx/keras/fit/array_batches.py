@@ -83,13 +83,23 @@ def shuffled(positions: np.ndarray, key: Sequence[int], count: int) -> np.ndarra
 
     last = np.uint64(keys[2])
     keys.append((_C ^ _Z & 1 ^ keys[0] ^ int(rotated(last, word - 3)) ^ int(rotated(last, word - 4))) & mask)
-    found = np.array(positions, np.uint64)
-    open_ = np.arange(len(found))
-    while len(open_):
-        left, right = found[open_] >> np.uint64(word), found[open_] & np.uint64(mask)
+
+    def encrypted(values: np.ndarray) -> np.ndarray:
+        left, right = values.astype(np.uint64) >> np.uint64(word), values.astype(np.uint64) & np.uint64(mask)
         for i in range(0, _ROUNDS, 2):
             left ^= mixed(right) ^ np.uint64(keys[i])
             right ^= mixed(left) ^ np.uint64(keys[i + 1])
-        found[open_] = left << np.uint64(word) | right
-        open_ = open_[found[open_] >= count]
-    return found.astype(np.int64)
+        return (left << np.uint64(word) | right).astype(np.int64)
+
+    if 2 * word == _BLOCK:
+        # Few of the block's values may be positions. `steps[i]` is the result of up to 2^n encryptions of i.
+        values = np.arange(1 << _BLOCK)
+        once = encrypted(values)
+        steps = np.where(values < count, values, once)
+        for _ in range(_BLOCK):
+            steps = steps[steps]
+        return steps[once[positions]]
+    found = encrypted(positions)
+    while len(outside := np.flatnonzero(found >= count)):
+        found[outside] = encrypted(found[outside])
+    return found

@@ -24,6 +24,8 @@ from hvdx.keras.types import Arrays, Structure
 #: What `shard` returns.
 Share: TypeAlias = "tf.data.Dataset | ArrayBatches"
 
+# Positions in the order of a share of arrays that NumPy draws at a time: a call takes some milliseconds.
+_POSITIONS = 1 << 14
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
 
@@ -236,13 +238,15 @@ def _shard_arrays(
     if shuffle:
         _shares.append(_Share(weakref.ref(epochs), steps, whole, size))
     if numpy:
+        together = -(-_POSITIONS // batch)
 
         def positions() -> Iterator[np.ndarray]:
             epochs.assign_add(1)
             key = seed, epochs.numpy()
-            for step in range(steps):
-                at = rows_of(step)
-                yield shuffled(at, key, count) if shuffle else at
+            for first in range(0, steps, together):
+                at = [rows_of(step) for step in range(first, min(first + together, steps))]
+                all_at = shuffled(np.concatenate(at), key, count) if shuffle else np.concatenate(at)
+                yield from np.split(all_at, np.cumsum([len(a) for a in at])[:-1])
 
         def rows_of(step: int) -> np.ndarray:
             begin, length = step * whole, min(whole, count - step * whole)
