@@ -6,7 +6,6 @@ tests/keras/checkpoint/test_faults.py tries every operation of a save; these tes
 import json
 import os
 import signal
-import sys
 import time
 
 import pytest
@@ -15,6 +14,7 @@ from hvdx.cli.common.mpi_tools import mpirun_command
 from hvdx.cli.common.processes import process_group
 from hvdx.keras.checkpoint.files import Arrays
 from hvdx.keras.checkpoint.folder import SHARED, of_rank
+from tests import warm
 from tests.launch import ROOT, environment, run
 
 RANKS, KILLS = 2, 4
@@ -71,7 +71,7 @@ def names(folder):
 
 def kill_one(folder, rank):
     """Train, kill a rank while the second checkpoint is written, and return the output."""
-    command = [*mpirun_command(RANKS), sys.executable, "-c", SCRIPT, str(folder), str(EPOCHS)]
+    command = [*mpirun_command(RANKS), *warm.command(environment()), "-c", SCRIPT, str(folder), str(EPOCHS)]
     said, pids, end, before = [], {}, time.monotonic() + LIMIT, names(folder)
     with process_group(command, environment(), ROOT, merged=True) as process:
         assert process.stdout is not None
