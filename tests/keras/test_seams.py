@@ -206,6 +206,24 @@ def check_arrays_of():
     assert any(part is X or np.array_equal(part, X) for part in tf.nest.flatten(found))
 
 
+def check_OwnBatches():
+    class Own(iterators.OwnBatches):
+        def __iter__(self):
+            yield X, Y
+
+    if [int(number) for number in keras.__version__.split(".")[:2]] >= [3, 7]:
+        own = Own()
+        assert importlib.import_module("keras.src.trainers.data_adapters").get_data_adapter(own, shuffle=True) is own
+
+
+def check_class_weight():
+    assert in_fit(lambda _: iterators.class_weight(), class_weight={0: 2.0}) == {0: 2.0}
+    evaluated = in_fit(
+        lambda _: iterators.class_weight(), "on_test_begin", validation_data=(X, Y), class_weight={0: 2.0}
+    )
+    assert evaluated is None
+
+
 def check_wrap_steps():
     steps = []
 

@@ -28,7 +28,7 @@ Step: TypeAlias = tuple[int, Iterator[Structure]] | tuple[int, int, Iterator[Str
 class OwnBatches(DataAdapter):
     """Batches of hvdx's own, which JAX and PyTorch read in their order, whatever `fit(shuffle=)` says.
 
-    Relies on: `get_data_adapter` returns a `DataAdapter` as it is, since Keras 3.8. A fit calls `get_jax_iterator` or
+    Relies on: `get_data_adapter` returns a `DataAdapter` as it is, since Keras 3.7. A fit calls `get_jax_iterator` or
     `get_torch_dataloader` when a pass begins.
     """
 
