@@ -9,7 +9,7 @@ import importlib
 import operator
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from hvdx.errors import ConfigError
 
@@ -62,7 +62,7 @@ def is_a(value: object, kind: str) -> bool:
     """Return whether a value is of a class of TensorFlow, and do not import TensorFlow for it.
 
     Args:
-        kind: name of the class, such as "data.Dataset".
+        kind: name of the class, such as "IndexedSlices".
     """
     # Whoever made such a value has imported TensorFlow.
     return "tensorflow" in sys.modules and isinstance(value, _class(kind))
@@ -71,6 +71,11 @@ def is_a(value: object, kind: str) -> bool:
 def on_cpu() -> contextlib.AbstractContextManager[object]:
     """Return a context in which TensorFlow makes tensors on the host."""
     return tf.device("CPU:0") if name() == "tensorflow" else contextlib.nullcontext()
+
+
+def is_dataset(value: object) -> "TypeGuard[tf.data.Dataset]":
+    """Return whether a value is a `tf.data.Dataset`; see `is_a`."""
+    return is_a(value, "data.Dataset")
 
 
 @functools.cache

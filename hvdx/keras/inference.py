@@ -12,7 +12,7 @@ from hvdx.comm import Comm
 from hvdx.errors import ConfigError, HvdxError, ReplicaError
 from hvdx.keras import backend
 from hvdx.keras.adapters.rank_local import declared
-from hvdx.keras.backend import is_a, tf
+from hvdx.keras.backend import is_dataset, tf
 from hvdx.keras.fit import arrays, metrics, replicas
 from hvdx.keras.fit.agreement import pipeline, shares
 from hvdx.keras.fit.array_batches import ArrayBatches
@@ -165,7 +165,7 @@ def _check(what: str, model: keras.Model, data: tf.data.Dataset | Arrays) -> Non
         raise ConfigError(
             f"{what}: expected all of the data, got a share of hvdx.shard. Do: give what you gave hvdx.shard."
         )
-    cause = pipeline.cause_of_other_order(data) if is_a(data, "data.Dataset") else None
+    cause = pipeline.cause_of_other_order(data) if is_dataset(data) else None
     if cause is not None:
         raise ConfigError(
             f"{what}: expected a dataset whose order is the same on all ranks, got one with {cause}. Do: remove it."
@@ -176,7 +176,7 @@ def _part(
     what: str, data: tf.data.Dataset | Arrays, batch_size: int | None, rank: int, size: int
 ) -> tuple[Share | None, int]:
     """Return a rank's part, consecutive elements of the data, and the number of all elements."""
-    if is_a(data, "data.Dataset"):
+    if is_dataset(data):
         count = int(data.cardinality())
         if count < 0:
             raise ConfigError(

@@ -206,7 +206,7 @@ def check_arrays_of():
     assert any(part is X or np.array_equal(part, X) for part in tf.nest.flatten(found))
 
 
-def check_OwnBatches():
+def check_OwnBatches():  # noqa: N802
     class Own(iterators.OwnBatches):
         def __iter__(self):
             yield X, Y

@@ -81,7 +81,7 @@ def shuffled(positions: np.ndarray, key: Sequence[int], count: int) -> np.ndarra
     def mixed(x: np.ndarray) -> np.ndarray:
         return rotated(x, 1) & rotated(x, 8) ^ rotated(x, 2)
 
-    last = np.uint64(keys[2])
+    last = np.array(keys[2], np.uint64)
     keys.append((_C ^ _Z & 1 ^ keys[0] ^ int(rotated(last, word - 3)) ^ int(rotated(last, word - 4))) & mask)
 
     def encrypted(values: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import xxhash
 
 from hvdx.comm import Comm
 from hvdx.errors import ReplicaError
-from hvdx.keras.backend import is_a, tf
+from hvdx.keras.backend import is_dataset, tf
 from hvdx.keras.fit.agreement import generators, model_state, pipeline, shares
 from hvdx.keras.fit.agreement.sample import sample
 from hvdx.keras.fit.attachment import Attachment
@@ -174,7 +174,7 @@ class FirstBatch:
 
 def can_pass(dataset: object) -> bool:
     """Return whether `FirstBatch` can stand behind a dataset; TensorFlow allows nothing behind a copy to a GPU."""
-    return is_a(dataset, "data.Dataset") and not any(copies_to_device(part) for part in pipeline.datasets(dataset))
+    return is_dataset(dataset) and not any(copies_to_device(part) for part in pipeline.datasets(dataset))
 
 
 def _has_values(part: object) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import backend
 from hvdx.keras.adapters.stepped import Count
-from hvdx.keras.backend import is_a, tf
+from hvdx.keras.backend import is_a, is_dataset, tf
 from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
 from hvdx.keras.fit.array_batches import ArrayBatches, shuffled
@@ -165,7 +165,7 @@ def shard(
             shares.mark(share, whole, batch, shuffled, seed)
         return share
 
-    if is_a(data, "data.Dataset"):
+    if is_dataset(data):
         if validation_split is not None:
             raise ConfigError(
                 "shard: validation_split: expected arrays, got a dataset. Do: divide it before, by "

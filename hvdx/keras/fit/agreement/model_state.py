@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -33,7 +33,7 @@ def adapted(model: keras.Model) -> list[tuple[str, State]]:
     found: list[tuple[str, State]] = []
     for layer in layers_of(model):
         name = f"{type(layer).__name__} {layer.name}"
-        table = getattr(layer, "lookup_table", None)
+        table: Any = getattr(layer, "lookup_table", None)
         if is_a(table, "lookup.experimental.MutableHashTable") or is_a(table, "lookup.StaticHashTable"):
             found.append((name, table_digest(table.resource_handle, table.key_dtype, table.value_dtype)))
         if getattr(layer, "idf_weights_const", None) is not None:

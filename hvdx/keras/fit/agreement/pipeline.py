@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hvdx.keras.backend import is_a, tf
+from hvdx.keras.backend import is_dataset, tf
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
 from hvdx.keras.seams.pipelines import (
     UNSEEDED_SHUFFLE,
@@ -48,7 +48,7 @@ def datasets(end: object) -> Iterator[tf.data.Dataset]:
     seen, waiting = set(), [end]
     while waiting:
         dataset = waiting.pop()
-        if is_a(dataset, "data.Dataset") and id(dataset) not in seen:
+        if is_dataset(dataset) and id(dataset) not in seen:
             seen.add(id(dataset))
             yield dataset
             waiting += reversed(inputs_of(dataset))
@@ -63,7 +63,7 @@ def cause_of_other_order(end: object) -> str | None:
         >>> cause_of_other_order(tf.data.Dataset.range(9).shuffle(9, seed=1).batch(3)) is None
         True
     """
-    free = is_a(end, "data.Dataset") and end.options().deterministic is False
+    free = is_dataset(end) and end.options().deterministic is False
     for dataset in datasets(end):
         if seeds_of(dataset) == (0, 0):
             return unseeded_order(dataset)

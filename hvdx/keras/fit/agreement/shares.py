@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hvdx.errors import ConfigError
-from hvdx.keras.backend import is_a, tf
+from hvdx.keras.backend import is_dataset, tf
 from hvdx.keras.fit.agreement import generators, pipeline
 from hvdx.keras.fit.agreement.sample import Sample, alike, sample
 from hvdx.keras.seams.iterators import OwnBatches
@@ -81,7 +81,7 @@ def mark(
         batch_size, shuffle, seed: arguments of `hvdx.shard`.
     """
     options: dict[str, object] = {"seed": seed, "shuffle": shuffle}
-    if is_a(data, "data.Dataset"):
+    if is_dataset(data):
         # A dataset is divided element by element, so ranks may have batches of different sizes.
         handed = Handed(options, None, pipeline.order_of(data))
         generators.record(data)
