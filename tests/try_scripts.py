@@ -30,21 +30,20 @@ from tests.launch import ROOT, Run, run
 FOLDER = ROOT / "tests" / "scripts"
 PAGE, RESULTS = ROOT / "docs" / "scripts.md", ROOT / "docs" / "benchmarks" / "scripts.json"
 RANKS, LIMIT_SECONDS = 2, 90
-#: Values of HVDX_STRATEGY on each backend of Keras. JAX and PyTorch refuse the others.
-_STEPPED = ("all_reduce:engine=mpi", "threshold", "parameter_averaging:period=4")
-STRATEGIES = {
-    "tensorflow": (
-        "all_reduce:engine=mpi",
-        "all_reduce:engine=horovod",
-        "threshold",
-        "threshold:max_staleness=inf",
-        "parameter_averaging:period=4",
-        "parameter_server:servers=colocated",
-        "auto",
-    ),
-    "jax": _STEPPED,
-    "torch": _STEPPED,
-}
+# Values of HVDX_STRATEGY.
+_ALL = (
+    "all_reduce:engine=mpi",
+    "all_reduce:engine=horovod",
+    "threshold",
+    "threshold:max_staleness=inf",
+    "parameter_averaging:period=4",
+    "parameter_server:servers=colocated",
+    "auto",
+)
+# JAX and PyTorch have no engine of Horovod.
+_STEPPED = tuple(strategy for strategy in _ALL if "horovod" not in strategy)
+#: Strategies of each backend of Keras.
+STRATEGIES = {"tensorflow": _ALL, "jax": _STEPPED, "torch": _STEPPED}
 TITLES = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 # Largest difference between two ranks under all_reduce and one process, relative to the norm of a variable.
 TOLERANCE = 1e-4
@@ -63,7 +62,8 @@ lines of a script's docstring:
   One process: ...     why its weights differ from those of one process; no comparison then
   Falls: ...           name of what falls over the epochs, instead of the loss; or "nothing, REASON"
   Own: ...             words in the paths of weights that belong to a rank
-  Refused: ...         strategies and backends that refuse the script, by the beginnings of their names
+  Refused: ...         strategies and backends that refuse the script, by the beginnings of their names, such as
+                       "threshold", "jax" or "jax threshold"
   Backends: ...        backends on which Keras can run it; TensorFlow alone if the script imports it, else all
 
 Exit code 0: nothing fails; 1: something does.
@@ -182,7 +182,8 @@ def judge(
     Raises:
         ScriptError: if it fails.
     """
-    announced = any(name.startswith(script.refused) for name in (strategy, backend) if name and script.refused)
+    names = (strategy, backend, f"{backend} {strategy}")
+    announced = any(name.startswith(script.refused) for name in names if name and script.refused)
     # A ReplicaError comes after steps that went wrong.
     refusals = [e for e in seen.errors if e["module"] == "hvdx.errors" and e["name"] != "ReplicaError"]
     if done.code is None:

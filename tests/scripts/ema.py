@@ -1,4 +1,7 @@
-"""Moving average of the weights in the optimiser (use_ema), which replaces them at the end."""
+"""Moving average of the weights in the optimiser (use_ema), which replaces them at the end.
+
+Refused: jax threshold, jax parameter_server, torch threshold, torch parameter_server
+"""
 
 import keras
 import numpy as np

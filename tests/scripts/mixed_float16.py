@@ -1,7 +1,6 @@
 """Mixed precision with a loss scale that overflows at first.
 
 One process: other values, since float16 activations are rounded.
-Refused: jax, torch
 """
 
 import keras
