@@ -408,9 +408,11 @@ def tables(cells: Sequence[Cell]) -> list[tuple[list[str], list[list[str]]]]:
 
 
 def write_page(page: Path, cells: Sequence[Cell]) -> None:
-    """Put the tables into a page, each between its two marks."""
+    """Put the tables that have columns into a page, each between its two marks."""
     text = page.read_text()
     for (begin, end), (names, rows) in zip(MARKS, tables(cells), strict=True):
+        if not names[1:]:
+            continue
         head, _, rest = text.partition(begin)
         _, _, tail = rest.partition(end)
         lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
