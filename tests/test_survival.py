@@ -61,12 +61,12 @@ print("SAMPLES", len(together), sorted(together) == sorted(first), "RANKS", list
 """
 
 
-def test_trainings_end_with_equal_weights_after_deaths(tmp_path):
-    program = [*warm.command(environment()), "-c", SCRIPT, str(tmp_path)]
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_trainings_end_with_equal_weights_after_deaths(backend, tmp_path):
+    settings = {"KERAS_BACKEND": backend, "HVDX_RECORD": str(tmp_path / "record")}
+    program = [*warm.command(environment(settings)), "-c", SCRIPT, str(tmp_path)]
     done = run_command(
-        [sys.executable, "-m", "hvdx", "run", "-n", "4", "--all", "--survive", *program],
-        LIMIT,
-        {"HVDX_RECORD": str(tmp_path / "record")},
+        [sys.executable, "-m", "hvdx", "run", "-n", "4", "--all", "--survive", *program], LIMIT, settings
     )
     assert done.code == 0, str(done)
     # Rank 1 took over the progress bar and the files of rank 0.

@@ -1,6 +1,7 @@
 """The walk of a reader: which functions of hvdx run, and how often the reader changes files.
 
-    mpirun -n 2 python -m tests.walk        steps of the strategies, a start of `fit`, two commands
+    mpirun -n 2 python -m tests.walk        exchanges of the strategies, a start of `fit`, a command
+    KERAS_BACKEND=torch (or jax) mpirun -n 2 python -m tests.walk    whole steps of an optimiser there
     python -m tests.walk --sizes            lines, modules with one user, types about one gradient
 
 A walk is the sequence of the Python functions of hvdx that a piece of work calls, in their order. A move is a call
@@ -82,8 +83,38 @@ def walk(work: Callable[[], object]) -> tuple[Walk, list[tuple[str, str]]]:
     return Walk(len(calls), len(set(files)), moves, moves - len(set(files))), calls
 
 
+def stepped() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the name of each strategy, and a step of an optimiser under it on JAX or PyTorch. Collective."""
+    import keras
+    import numpy as np
+
+    import hvdx.keras as hvd
+    from hvdx.keras.adapters.optimizer import attach, detach
+    from hvdx.strategies import parse
+
+    hvd.init()
+    for name in STRATEGIES:
+        variables = [keras.Variable(np.zeros(ELEMENTS // 2, np.float32), name=n) for n in "ab"]
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(variables)
+        adapter = attach(optimizer, parse(name), "walk")
+        adapter.begin_epoch()
+        random = np.random.default_rng(hvd.rank())
+        values = [keras.ops.convert_to_tensor(random.normal(size=v.shape).astype(np.float32)) for v in variables]
+
+        def step() -> None:
+            optimizer.apply(values, variables)  # noqa: B023
+            if adapter.due(1):  # noqa: B023
+                adapter.meet()  # noqa: B023
+
+        yield name, step
+        adapter.flush()
+        adapter.close()
+        detach(optimizer)
+
+
 def steps() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the name of each strategy, and a step of it on this rank. Collective."""
+    """Yield the name of each strategy, and an exchange of it on this rank. Collective."""
     import numpy as np
     import tensorflow as tf
 
@@ -225,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{what:<24} {more:.2f} s more than Python with NumPy")
         return 0
     first = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == 0
-    for name, step in steps():
+    for name, step in stepped() if os.environ.get("KERAS_BACKEND") in ("jax", "torch") else steps():
         for _ in range(WARM):
             step()
         begin = time.perf_counter()

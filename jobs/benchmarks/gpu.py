@@ -161,7 +161,7 @@ def peak_of(backend: str) -> Callable[[], int | None]:
         if not torch.cuda.is_available():
             return lambda: None
         torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated
+        return lambda: int(torch.cuda.max_memory_allocated())
     import jax
 
     return lambda: (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

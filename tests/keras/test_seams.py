@@ -224,6 +224,16 @@ def check_class_weight():
     assert evaluated is None
 
 
+def check_is_build():
+    class Model(keras.Model):
+        def _symbolic_build(self, *args, **named):
+            return iterators.is_build()
+
+    assert callable(keras.Model._symbolic_build)
+    assert Model()._symbolic_build()
+    assert not iterators.is_build()
+
+
 def check_wrap_steps():
     steps = []
 

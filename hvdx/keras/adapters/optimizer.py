@@ -189,11 +189,11 @@ def _make_stepped(
     """Make the adapter for a strategy on JAX or PyTorch.
 
     Raises:
-        ConfigError: if the strategy is none that hvdx has there, or ranks may die.
+        ConfigError: if the strategy is none that hvdx has there.
     """
     comm, kind = comm or world.start(), _STEPPED.get((strategy.runs, strategy.placement))
-    if kind is None or comm.survives:
-        backend.needs_tensorflow("HVDX_SURVIVE=1" if comm.survives else f"strategy {strategy!r}")
+    if kind is None:
+        backend.needs_tensorflow(f"strategy {strategy!r}")
     if isinstance(comm, GraphComm) and comm.size > 1:
         comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
     assert kind is not None

@@ -20,24 +20,26 @@ class ArrayBatches(OwnBatches):
     Args:
         arrays: structure of `Rows`; see `arrays.tensors_of`.
         positions: function that begins a pass, and yields the positions of each batch's rows, int64[m].
-        steps: number of batches of a pass.
+        steps: number of batches of a pass; None if each pass may have another.
         rows: rows of a full batch.
         last: rows of the last batch.
     """
 
     def __init__(
-        self, arrays: Structure, positions: Callable[[], Iterator[np.ndarray]], steps: int, rows: int, last: int
+        self, arrays: Structure, positions: Callable[[], Iterator[np.ndarray]], steps: int | None, rows: int, last: int
     ):
         self._arrays, self._positions, self._steps, self._rows, self._last = arrays, positions, steps, rows, last
 
     def __len__(self) -> int:
+        if self._steps is None:
+            raise TypeError("a share with drop_remainder=False has no length where workers may die.")
         return self._steps
 
     def __iter__(self) -> Iterator[Structure]:
         return (rows_at(self._arrays, at) for at in self._positions())
 
     @property
-    def num_batches(self) -> int:
+    def num_batches(self) -> int | None:
         return self._steps
 
     @property
@@ -58,8 +60,8 @@ class ArrayBatches(OwnBatches):
 def shuffled(positions: np.ndarray, key: Sequence[int], count: int) -> np.ndarray:
     """Return where some positions are in a random order, the same as that of `tf.random.experimental.index_shuffle`.
 
-    Each position is encrypted by four rounds of the block cipher Simon, until the result is a position. Of 4^n + 1
-    positions, 65,537 or more, TensorFlow loses one, since its block is a bit too small; here the order is another then.
+    Each position is encrypted by four rounds of the block cipher Simon, until the result is a position. For which
+    counts TensorFlow's order is another says `loses_one`.
 
     Args:
         positions: int64[m].
@@ -103,3 +105,15 @@ def shuffled(positions: np.ndarray, key: Sequence[int], count: int) -> np.ndarra
     while len(outside := np.flatnonzero(found >= count)):
         found[outside] = encrypted(found[outside])
     return found
+
+
+def loses_one(count: int) -> bool:
+    """Return whether TensorFlow's `index_shuffle` draws one of so many positions twice, and another never.
+
+    Its block is a bit too small for 4^n + 1 positions, from 65,537 on: `shuffled` has another order for these.
+
+    Example:
+        >>> loses_one(4**8 + 1), loses_one(4**8)
+        (True, False)
+    """
+    return any(count == 4**n + 1 for n in range(_BLOCK // 2, 32))

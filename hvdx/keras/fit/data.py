@@ -16,8 +16,9 @@ from hvdx.keras.adapters.stepped import Count
 from hvdx.keras.backend import is_a, is_dataset, tf
 from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
-from hvdx.keras.fit.array_batches import ArrayBatches, shuffled
+from hvdx.keras.fit.array_batches import ArrayBatches, loses_one, shuffled
 from hvdx.keras.joining import join
+from hvdx.keras.seams.iterators import is_build
 from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, set_batch_size
 from hvdx.keras.types import Arrays, Structure
 
@@ -51,8 +52,16 @@ class _Share(NamedTuple):
     ranks: int
 
 
+class _Numbers(list[int]):
+    """Numbers with the method of a variable of TensorFlow."""
+
+    def assign(self, values: Sequence[int]) -> None:
+        """Set all numbers."""
+        self[:] = values
+
+
 # The places of this process's shares, where ranks may die.
-_places: list[weakref.ref[tf.Variable]] = []
+_places: list[weakref.ref[tf.Variable | _Numbers]] = []
 
 
 class _Place(NamedTuple):
@@ -60,12 +69,14 @@ class _Place(NamedTuple):
 
     own_rank: int
     ranks: int
-    both: tf.Variable | None = None
+    both: tf.Variable | _Numbers | None = None
 
     @classmethod
-    def of(cls, rank: int, size: int) -> _Place:
-        """Return a place that `deal` can change."""
-        both = tf.Variable([rank, size], dtype=tf.int64, trainable=False)
+    def of(cls, rank: int, size: int, in_pipeline: bool) -> _Place:
+        """Return a place that `deal` can change, for a pipeline of TensorFlow or for Python code."""
+        both = _Numbers([rank, size])
+        if in_pipeline:
+            both = tf.Variable(both, dtype=tf.int64, trainable=False)
         _places.append(weakref.ref(both))
         return cls(rank, size, both)
 
@@ -152,13 +163,14 @@ def shard(
     """
     joined = join()
     # Shares of ranks that may die are dealt anew among those that are left.
-    dealt = joined.survives and rank is None and size is None and backend.name() == "tensorflow"
+    dealt = joined.survives and rank is None and size is None
     rank, size = joined.rank if rank is None else rank, joined.size if size is None else size
     if not 0 <= rank < size:
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
     batch = _batch(batch_size, global_batch_size, size)
     compared = size == joined.size > 1
-    place = _Place.of(rank, size) if dealt else _Place(rank, size)
+    in_pipeline = is_a(data, "data.Dataset") or backend.name() == "tensorflow"
+    place = _Place.of(rank, size, in_pipeline) if dealt else _Place(rank, size)
 
     def marked(share: Share, whole: tf.data.Dataset | Structure, shuffled: bool | int) -> Share:
         if compared:
@@ -241,18 +253,22 @@ def _shard_arrays(
         together = -(-_POSITIONS // batch)
 
         def positions() -> Iterator[np.ndarray]:
-            epochs.assign_add(1)
-            key = seed, epochs.numpy()
-            for first in range(0, steps, together):
-                at = [rows_of(step) for step in range(first, min(first + together, steps))]
+            key, rank, size = (seed, epochs.numpy() + 1), int(place.rank), int(place.size)
+            if not is_build():
+                epochs.assign_add(1)
+            taken = steps if is_fixed else int(_steps_of(count, batch, rank, size))
+            for first in range(0, taken, together):
+                at = [rows_of(step, rank, size) for step in range(first, min(first + together, taken))]
                 all_at = shuffled(np.concatenate(at), key, count) if shuffle else np.concatenate(at)
                 yield from np.split(all_at, np.cumsum([len(a) for a in at])[:-1])
 
-        def rows_of(step: int) -> np.ndarray:
-            begin, length = step * whole, min(whole, count - step * whole)
+        def rows_of(step: int, rank: int, size: int) -> np.ndarray:
+            begin = step * batch * size
+            length = min(batch * size, count - begin)
             return np.arange(begin + rank * length // size, begin + (rank + 1) * length // size)
 
-        return ArrayBatches(tensors, positions, steps, batch, len(rows_of(steps - 1)))
+        known = steps if is_fixed else None
+        return ArrayBatches(tensors, positions, known, batch, len(rows_of(steps - 1, rank, size)))
 
     def batch_of(step: tf.Tensor, epoch: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> Structure:
         whole = batch * size
@@ -261,7 +277,11 @@ def _shard_arrays(
         positions = tf.range(begin + rank * length // size, begin + (rank + 1) * length // size)
         if shuffle:
             key = tf.stack([tf.constant(seed, tf.int64), epoch])
-            positions = tf.random.experimental.index_shuffle(positions, key, count - 1)
+            if loses_one(count):
+                order = tf.numpy_function(lambda at, key: shuffled(at, key, count), [positions, key], tf.int64)
+                positions = tf.ensure_shape(order, [None])
+            else:
+                positions = tf.random.experimental.index_shuffle(positions, key, count - 1)
         if is_fixed and drop_remainder:
             positions = tf.ensure_shape(positions, [batch])
         return arrays.rows_at(tensors, positions)

@@ -73,6 +73,17 @@ def class_weight() -> dict[int, float] | None:
     return None
 
 
+def is_build() -> bool:
+    """Return whether a batch is read to build a model, on JAX and PyTorch: the first pass begins with it again.
+
+    Relies on: `Model._symbolic_build` reads the batch.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_symbolic_build":
+        frame = frame.f_back
+    return frame is not None
+
+
 def dataset_of(iterator: EpochIterator) -> tf.data.Dataset | OwnBatches | None:
     """Return the dataset that a fit reads; None if it is unknown, or if the fit reads other data.
 
