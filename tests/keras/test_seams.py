@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvdx.keras import seams
 from hvdx.keras.seams import callbacks, frames, graphs, iterators, layers, losses, models, optimizers, pipelines
@@ -232,6 +233,16 @@ def check_is_build():
     assert callable(keras.Model._symbolic_build)
     assert Model()._symbolic_build()
     assert not iterators.is_build()
+
+
+def check_begin_passes():
+    x = np.arange(4.0)[:, None]
+    iterator = EpochIterator(x, x, batch_size=2, shuffle=False)
+    iterators.begin_passes(iterator, 5)
+    # Two epochs of 5 steps are five passes of 2.
+    steps = getattr(iterator, "_enumerate_iterator", None) or iterator.enumerate_epoch
+    rows = [np.asarray(next(item[-1])[0]) for _ in range(2) for item in steps()]
+    np.testing.assert_array_equal(np.concatenate(rows), np.tile(x, (5, 1)))
 
 
 def check_wrap_steps():
