@@ -10,6 +10,7 @@ per character. The batch size is per process: a step of two processes with batch
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -111,6 +112,12 @@ def build(vocabulary: int, context: int, layers: int, width: int, heads: int, le
 
     import hvdx
 
+    def dense(units: int, activation: str | None = None, **split: bool) -> keras.layers.Layer:
+        """Return a plain `Dense` layer, or on TensorFlow one that groups split, if `hvdx.init` has formed them."""
+        in_tensorflow = keras.backend.backend() == "tensorflow"
+        kind = functools.partial(hvdx.keras.layers.SplitDense, **split) if in_tensorflow else Dense
+        return kind(units, activation=activation)
+
     tokens = keras.Input((context,), dtype="int32")
     # Keras' Adam squares each row of an embedding's gradient by itself. With a single row of positions for the whole
     # batch, two workers would not take the steps of one.
@@ -120,9 +127,8 @@ def build(vocabulary: int, context: int, layers: int, width: int, heads: int, le
         inner = LayerNormalization()(x)
         x = x + MultiHeadAttention(heads, width // heads)(inner, inner, use_causal_mask=True)
         inner = LayerNormalization()(x)
-        # These layers are plain `Dense` layers, unless `hvdx.init` has formed groups that split them.
-        inner = hvdx.keras.layers.SplitDense(4 * width, activation="gelu", gather_output=False)(inner)
-        x = x + hvdx.keras.layers.SplitDense(width, input_is_split=True)(inner)
+        inner = dense(4 * width, "gelu", gather_output=False)(inner)
+        x = x + dense(width, input_is_split=True)(inner)
     network = keras.Model(tokens, Dense(vocabulary)(LayerNormalization()(x)))
     network.compile(
         optimizer=keras.optimizers.AdamW(learning_rate),

@@ -6,13 +6,15 @@
 
 import pytest
 
-from tests.backend_battery import CHECKS
+from tests.backend_battery import CHECKS, saved
 from tests.launch import run
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
+    folder = tmp_path_factory.mktemp("checkpoints")
+    saved(1, str(folder / "tensorflow"))
+    return folder
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

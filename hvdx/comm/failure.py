@@ -1,6 +1,7 @@
 """End of the whole job if one rank fails or exits early, so that no rank waits for it."""
 
 import atexit
+import io
 import os
 import re
 import socket
@@ -54,6 +55,9 @@ def install(rank: int, size: int, survives: bool = False) -> None:
     """
 
     def end_the_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(sys.stderr, io.StringIO):
+            # The hook of torch.distributed calls this one, and would print what is in the buffer afterwards.
+            sys.stderr = sys.__stderr__
         departed = watchdog.find_departed(_DEPARTURE_SECONDS) if _SHUT_DOWN in str(error) else None
         if _remembered and kind.__module__.startswith("tensorflow.") and str(_remembered[0]) in str(error):
             error = _remembered[0]

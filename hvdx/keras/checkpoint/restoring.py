@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,7 +336,7 @@ class LoadedCheckpoint:
         """Compare shapes and dtypes with the manifest; names are not compared, since they differ between processes."""
         present = [described(v) for v in variables]
         for i, (a, b) in enumerate(zip(saved, present, strict=False)):
-            if a.split(" ")[0] != b.split(" ")[0]:
+            if _kind(a) != _kind(b):
                 raise ConfigError(f"{self._saved.path}: {group}: expected {a}, got {b} (number {i}). {_OTHER_MODEL}")
         if len(saved) != len(present):
             raise ConfigError(
@@ -431,6 +432,8 @@ class LoadedCheckpoint:
     def _checked(self, variable: Variable, value: np.ndarray) -> np.ndarray:
         """Return the value if it has the dtype and shape of the variable."""
         dtype = dtype_of(variable.dtype)
+        if not value.shape and value.dtype.kind == dtype.kind == "i":
+            return value.astype(dtype)  # a counter; see `_kind`
         if value.shape != tuple(variable.shape) or value.dtype != dtype:
             raise CheckpointError(
                 f"{self._saved.path}: {variable.path}: expected {described(variable)}, got {value.dtype}"
@@ -466,3 +469,13 @@ class LoadedCheckpoint:
             return dict(self._rank_file().part(prefix))
         saved = [self._saved.rank(rank).part(prefix) for rank in range(self._saved_size)]
         return adapter.merge([dict(arrays) for arrays in saved], self._rank, self._size)
+
+
+def _kind(text: str) -> str:
+    """Return dtype and shape of a variable that `described` has described; counters have 32 or 64 bits, by the backend.
+
+    Example:
+        >>> _kind("float32[6x8] dense/kernel"), _kind("int64[] iteration")
+        ('float32[6x8]', 'int[]')
+    """
+    return re.sub(r"^int(32|64)\[\]$", "int[]", text.partition(" ")[0])
