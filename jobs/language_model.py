@@ -10,7 +10,6 @@ per character. The batch size is per process: a step of two processes with batch
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import os
@@ -112,12 +111,6 @@ def build(vocabulary: int, context: int, layers: int, width: int, heads: int, le
 
     import hvdx
 
-    def dense(units: int, activation: str | None = None, **split: bool) -> keras.layers.Layer:
-        """Return a plain `Dense` layer, or on TensorFlow one that groups split, if `hvdx.init` has formed them."""
-        in_tensorflow = keras.backend.backend() == "tensorflow"
-        kind = functools.partial(hvdx.keras.layers.SplitDense, **split) if in_tensorflow else Dense
-        return kind(units, activation=activation)
-
     tokens = keras.Input((context,), dtype="int32")
     # Keras' Adam squares each row of an embedding's gradient by itself. With a single row of positions for the whole
     # batch, two workers would not take the steps of one.
@@ -127,8 +120,13 @@ def build(vocabulary: int, context: int, layers: int, width: int, heads: int, le
         inner = LayerNormalization()(x)
         x = x + MultiHeadAttention(heads, width // heads)(inner, inner, use_causal_mask=True)
         inner = LayerNormalization()(x)
-        inner = dense(4 * width, "gelu", gather_output=False)(inner)
-        x = x + dense(width, input_is_split=True)(inner)
+        if keras.backend.backend() == "tensorflow":
+            # These are plain `Dense` layers, too, unless `hvdx.init` has formed groups that split them.
+            first = hvdx.keras.layers.SplitDense(4 * width, activation="gelu", gather_output=False)
+            second = hvdx.keras.layers.SplitDense(width, input_is_split=True)
+        else:
+            first, second = Dense(4 * width, activation="gelu"), Dense(width)
+        x = x + second(first(inner))
     network = keras.Model(tokens, Dense(vocabulary)(LayerNormalization()(x)))
     network.compile(
         optimizer=keras.optimizers.AdamW(learning_rate),

@@ -18,6 +18,7 @@ evaluations and the first two steps, in which everything is compiled.
 
 import argparse
 import dataclasses
+import itertools
 import os
 import socket
 import sys
@@ -148,7 +149,7 @@ def in_keras(how: argparse.Namespace, task: scaling.Task, watch: "_Watch", strat
     keras.distribution.set_distribution(None if strategy else keras.distribution.DataParallel(auto_shard_dataset=False))
     watch.model, train, test = task.build(how, task)
     watch.model.fit(
-        train.repeat(),
+        train,  # a pass has more steps than a training here
         steps_per_epoch=_SPAN,
         epochs=how.steps // _SPAN,
         validation_data=test,
@@ -167,17 +168,14 @@ def in_pytorch(how: argparse.Namespace, task: scaling.Task, watch: "_Watch") -> 
     network, train, test = task.build(how, task)
     watch.model = network
     network.stop_training = False
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(network.parameters(), how.rate, momentum=0.9)
-    if how.model == "lm":
-        # The numbers of Keras.
-        optimizer = torch.optim.AdamW(network.parameters(), how.rate, eps=1e-7, weight_decay=0.004)
+    optimizer = torch.optim.SGD(network.parameters(), how.rate, momentum=0.9)
     model = torch.nn.parallel.DistributedDataParallel(network)
 
     def tensors(batch: "Sequence[np.ndarray]") -> "tuple[torch.Tensor, torch.Tensor]":
         x, y = batch
         return torch.from_numpy(x), torch.from_numpy(y).flatten().long()
 
-    batches = map(tensors, train.repeat().as_numpy_iterator())
+    batches = map(tensors, itertools.chain.from_iterable(itertools.repeat(train)))
     for epoch in range(how.steps // _SPAN):
         watch.on_epoch_begin(epoch)
         for step in range(_SPAN):
@@ -189,14 +187,14 @@ def in_pytorch(how: argparse.Namespace, task: scaling.Task, watch: "_Watch") -> 
             watch.on_train_batch_end(step, {"loss": float(loss.detach())})
         sums = torch.zeros(3)
         with torch.no_grad():
-            for x, y in map(tensors, test.as_numpy_iterator()):
+            for x, y in map(tensors, test):
                 predicted = network(x, training=False).flatten(0, -2)
                 sums[0] += cross_entropy(predicted, y, reduction="sum")
                 sums[1] += (predicted.argmax(1) == y).sum()
                 sums[2] += len(y)
         torch.distributed.all_reduce(sums)
         loss, right = (sums[:2] / sums[2]).tolist()
-        watch.on_epoch_end(epoch, {"val_loss": loss} | ({} if how.model == "lm" else {"val_accuracy": right}))
+        watch.on_epoch_end(epoch, {"val_loss": loss, "val_accuracy": right})
         if network.stop_training:
             break
 
