@@ -98,6 +98,7 @@ def stepped() -> Iterator[tuple[str, Callable[[], object]]]:
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(variables)
         adapter = attach(optimizer, parse(name), "walk")
+        adapter.reset()
         adapter.begin_epoch()
         random = np.random.default_rng(hvd.rank())
         values = [keras.ops.convert_to_tensor(random.normal(size=v.shape).astype(np.float32)) for v in variables]
