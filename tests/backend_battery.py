@@ -185,7 +185,7 @@ def replicas_stay_equal_under_all_strategies() -> None:
         ("all_reduce:compression=fp16", cnn, "sgd"),
         ("threshold:period=3", functools.partial(mlp, dropout=0.2), "adamw"),
         ("threshold:placement=gradient", cnn, "sgd"),
-        ("threshold:max_staleness=inf", cnn, "sgd"),
+        ("threshold:target_density=0.1,max_staleness=inf", mlp, "sgd"),
         ("parameter_averaging:period=3", functools.partial(mlp, dropout=0.2), "adamw"),
         ("parameter_server:servers=colocated", mlp, "adamw"),
         ("auto", mlp, "sgd"),

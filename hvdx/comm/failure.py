@@ -56,7 +56,7 @@ def install(rank: int, size: int, survives: bool = False) -> None:
 
     def end_the_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(sys.stderr, io.StringIO):
-            # The hook of torch.distributed calls this one, and would print what is in the buffer afterwards.
+            # The hook of torch.distributed gives this one a buffer as stderr, and would print it only afterwards.
             sys.stderr = sys.__stderr__
         departed = watchdog.find_departed(_DEPARTURE_SECONDS) if _SHUT_DOWN in str(error) else None
         if _remembered and kind.__module__.startswith("tensorflow.") and str(_remembered[0]) in str(error):

@@ -12,10 +12,10 @@ update once more to check it; "trusted" omits the check; "1000 arrays" is "trust
 "step" is a step of `hvdx.Threshold` on one worker, "on the GPU" and "through the host", which copies the update to the
 host and the result back. Times come from CUDA events and include the launch overhead of the host.
 
-Trainings follow, with Keras on JAX and on PyTorch as far as they are installed: two workers share the GPU, and train
-layers of `--units` by `fit`, first without an exchange, each for itself ("alone"), and then under a strategy. The time
-of a step is that of an epoch over its steps. Peaks of memory are those of one worker's tensors, as its framework counts
-them, without the residual, which is Numba's. JAX cannot reset its peak: that of "alone" comes first.
+Then trainings are measured, with Keras on JAX and on PyTorch if these are installed: two workers share the GPU, and
+train layers of `--units` by `fit`, first without an exchange, each for itself ("alone"), and then under a strategy. The
+time of a step is that of an epoch over its steps. Peaks of memory are those of one worker's tensors, as its framework
+counts them, without the residual, which is Numba's. JAX cannot reset its peak: that of "alone" comes first.
 """
 
 import argparse

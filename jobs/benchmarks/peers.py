@@ -203,7 +203,7 @@ class _Watch:
     """Watch of a training that times its steps, and stops it at the target.
 
     Args:
-        task: what is trained.
+        task: network, data and target of the training.
 
     Attributes:
         model: the model in training.

@@ -218,21 +218,19 @@ def check_OwnBatches():  # noqa: N802
 
 
 def check_class_weight():
-    assert in_fit(lambda _: iterators.class_weight(), class_weight={0: 2.0}) == {0: 2.0}
-    evaluated = in_fit(
-        lambda _: iterators.class_weight(), "on_test_begin", validation_data=(X, Y), class_weight={0: 2.0}
-    )
+    assert in_fit(lambda _: frames.class_weight(), class_weight={0: 2.0}) == {0: 2.0}
+    evaluated = in_fit(lambda _: frames.class_weight(), "on_test_begin", validation_data=(X, Y), class_weight={0: 2.0})
     assert evaluated is None
 
 
 def check_is_build():
     class Model(keras.Model):
         def _symbolic_build(self, *args, **named):
-            return iterators.is_build()
+            return frames.is_build()
 
     assert callable(keras.Model._symbolic_build)
     assert Model()._symbolic_build()
-    assert not iterators.is_build()
+    assert not frames.is_build()
 
 
 def check_begin_passes():

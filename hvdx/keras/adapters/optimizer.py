@@ -140,6 +140,7 @@ def _make_adapter(
     from hvdx.keras.adapters.periodic import PeriodicAdapter
     from hvdx.keras.adapters.weights import WeightsAdapter
 
+    # By `Strategy.runs` and `Strategy.placement`.
     adapters: dict[tuple[str, str], type[Adapter]] = {
         ("graph", "gradient"): GraphAdapter,
         ("graph", "weights"): AveragingAdapter,
@@ -165,15 +166,20 @@ def _make_adapter(
     if strategy.runs == "graph":
         comm = comm or world.graph(strategy.placement == "weights", strategy.engine)
     else:
-        comm = comm or world.start()
-        if isinstance(comm, GraphComm) and comm.size > 1:
-            comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
+        comm = _with_channels(comm or world.start())
     return kind(strategy, comm, optimizer, name, gain)
+
+
+def _with_channels(comm: Comm) -> Comm:
+    """Return a communicator by which the host exchanges arrays; raise ConfigError for one that has no MPI."""
+    if isinstance(comm, GraphComm) and comm.size > 1:
+        comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
+    return comm
 
 
 # By the communicator below: each opens channels, which all fits use.
 _array_comms: weakref.WeakKeyDictionary[Comm, ArrayComm] = weakref.WeakKeyDictionary()
-# Adapters for JAX and PyTorch, as `_ADAPTERS`.
+# Adapters for JAX and PyTorch, by `Strategy.runs` and `Strategy.placement`.
 _STEPPED: dict[tuple[str, str], type[SteppedAdapter]] = {
     ("graph", "gradient"): SteppedGradients,
     ("graph", "weights"): SteppedAverages,
@@ -191,12 +197,11 @@ def _make_stepped(
     Raises:
         ConfigError: if the strategy is none that hvdx has there.
     """
-    comm, kind = comm or world.start(), _STEPPED.get((strategy.runs, strategy.placement))
+    kind = _STEPPED.get((strategy.runs, strategy.placement))
     if kind is None:
         backend.needs_tensorflow(f"strategy {strategy!r}")
-    if isinstance(comm, GraphComm) and comm.size > 1:
-        comm.channel("the data of this strategy")  # raises: Horovod's own launcher starts no MPI
     assert kind is not None
+    comm = _with_channels(comm or world.start())
     if strategy.runs == "graph":
         if comm not in _array_comms:
             _array_comms[comm] = ArrayComm(comm)

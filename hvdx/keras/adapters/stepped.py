@@ -1,7 +1,7 @@
 """Adapters for JAX and PyTorch, whose training steps Python calls; here those that combine gradients within the step.
 
-An exchange of gradients is a call of Python code within the step. Updates and weights are exchanged after it, so the
-optimiser's own step is left as it is: see `stepped_updates` and `stepped_averages`.
+An exchange of gradients is a call of Python code within the step. Updates and weights are exchanged after it:
+see `stepped_updates` and `stepped_averages`. The optimiser takes its own step there, unchanged.
 """
 
 import weakref

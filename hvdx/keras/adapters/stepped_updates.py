@@ -174,10 +174,12 @@ class SteppedUpdates(OwnOptimizers):
         self._write()
 
     def _write(self) -> None:
-        # A tensor could take the memory of the array, which the next step changes.
-        pairs = zip(self.variables, self._begun(), strict=True)
-        here = (value.astype(dtype_of(variable.dtype), copy=True) for variable, value in pairs)
-        values = stepped().copies([*self._begun()]) if self._on_gpu else here
+        # A tensor could take the memory of an array, which the next step changes.
+        if self._on_gpu:
+            values = stepped().copies([*self._begun()])
+        else:
+            pairs = zip(self.variables, self._begun(), strict=True)
+            values = (value.astype(dtype_of(variable.dtype), copy=True) for variable, value in pairs)
         for variable, value in zip(self.variables, values, strict=True):
             variable.assign(value)
         apply_constraints(self.variables)
@@ -238,7 +240,7 @@ class SteppedWeights(OwnOptimizers):
                 f"optimizer {inner.name}: expected one that is built before the first step under {self.strategy!r}, "
                 "whose servers begin with its weights. Do: optimizer.build(model.trainable_variables) before fit."
             )
-        updates.served_dtype(trained_variables(inner))
+        self._dtype = updates.served_dtype(trained_variables(inner))
         if self._exchange is None:
             self.record_variables(trained_variables(inner))
         self.go_on()
@@ -253,8 +255,7 @@ class SteppedWeights(OwnOptimizers):
         """Push and pull weights. Not collective."""
         now = clock.timer()
         begin = now()
-        kind = updates.served_dtype(self.variables)
-        weights = [view_of(v).astype(kind, copy=False) for v in self.variables]
+        weights = [view_of(v).astype(self._dtype, copy=False) for v in self.variables]
         self._pulled(self._served().take(self._told(weights, now() - begin)))
 
     def flush(self) -> None:

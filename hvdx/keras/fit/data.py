@@ -18,7 +18,7 @@ from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
 from hvdx.keras.fit.array_batches import ArrayBatches, loses_one, shuffled
 from hvdx.keras.joining import join
-from hvdx.keras.seams.iterators import is_build
+from hvdx.keras.seams.frames import is_build
 from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, set_batch_size
 from hvdx.keras.types import Arrays, Structure
 

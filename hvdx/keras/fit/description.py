@@ -151,7 +151,7 @@ def _installed(package: str) -> str | None:
 
 
 def describe_machine() -> dict[str, object]:
-    """Return cores, the backend's threads, processor and bytes of memory of this host; None for what is unknown."""
+    """Return the cores, processor and bytes of memory of this host, and the backend's threads; None if unknown."""
     cores = os.cpu_count()
     return {
         "cores": cores,

@@ -75,7 +75,7 @@ class SteppedAttachment(Attachment):
             return own_step(*args, **named)
 
     def _note(self, batch: object) -> None:
-        """Note the rows of a step that begins, with which this rank weighs in what is exchanged after it."""
+        """Count the rows of a step that begins: the weight of this rank in the exchange after the step."""
         if self.strategy.counts_samples or not self.plan.even:
             rows = rows_in(batch)
             for adapter in self.adapters:
@@ -88,7 +88,7 @@ class SteppedAttachment(Attachment):
         self._first = False
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Exchange what is due, once the step has gone through the optimisers; see `Attachment`."""
+        """Check that the step went through the optimisers, and exchange what is due; see `Attachment`."""
         self._check_step()
         for adapter in self.adapters:
             if adapter.due(self.model.steps_per_execution):

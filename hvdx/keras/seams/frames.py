@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import keras
 
 from hvdx.keras.backend import tf
-from hvdx.keras.seams.iterators import EpochIterator
 from hvdx.keras.types import Arrays
+
+if TYPE_CHECKING:
+    from keras.src.trainers.epoch_iterator import EpochIterator
 
 
 def calling_list(callback: keras.callbacks.Callback) -> keras.callbacks.CallbackList | None:
@@ -42,10 +47,17 @@ def validation_inputs(callback: keras.callbacks.Callback) -> tf.data.Dataset | A
 
 
 def _local(callback: keras.callbacks.Callback, name: str) -> object:
+    model = callback.model
+    return next((f.f_locals.get(name) for f in _frames() if f.f_locals.get("self") is model), None)
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames of the callers, the nearest first."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_locals.get("self") is not callback.model:
+    frame = None if frame is None else frame.f_back
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)
 
 
 def running_fits(model: keras.Model) -> int:
@@ -53,12 +65,8 @@ def running_fits(model: keras.Model) -> int:
 
     Relies on: `Model.fit` has the local variables `self` and `epoch_iterator`; a subclass that calls it has not.
     """
-    frame, found = inspect.currentframe(), 0
-    while frame is not None:
-        local = frame.f_locals
-        found += frame.f_code.co_name == "fit" and local.get("self") is model and "epoch_iterator" in local
-        frame = frame.f_back
-    return found
+    fits = (f.f_locals for f in _frames() if f.f_code.co_name == "fit")
+    return sum(local.get("self") is model and "epoch_iterator" in local for local in fits)
 
 
 def loss_scale_calls() -> bool:
@@ -66,9 +74,23 @@ def loss_scale_calls() -> bool:
 
     Relies on: its method calls that of the inner optimiser while the step is traced.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), keras.optimizers.LossScaleOptimizer):
-            return True
-        frame = frame.f_back
-    return False
+    return any(isinstance(f.f_locals.get("self"), keras.optimizers.LossScaleOptimizer) for f in _frames())
+
+
+def class_weight() -> dict[int, float] | None:
+    """Return the argument `class_weight` of the `fit` that begins a pass; None elsewhere.
+
+    Relies on: `Model.fit`, `evaluate` and `predict` have the local variables `self` and `epoch_iterator`.
+    """
+    for frame in _frames():
+        if isinstance(frame.f_locals.get("self"), keras.Model) and "epoch_iterator" in frame.f_locals:
+            return frame.f_locals.get("class_weight")
+    return None
+
+
+def is_build() -> bool:
+    """Return whether a batch is read to build a model, on JAX and PyTorch: the first pass begins with it again.
+
+    Relies on: `Model._symbolic_build` reads the batch.
+    """
+    return any(f.f_code.co_name == "_symbolic_build" for f in _frames())

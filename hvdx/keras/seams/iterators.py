@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -13,6 +12,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.backend import tf
+from hvdx.keras.seams.frames import class_weight
 from hvdx.keras.seams.replacing import restore
 from hvdx.keras.types import PyDatasetAdapter, Structure
 
@@ -28,7 +28,7 @@ Step: TypeAlias = tuple[int, Iterator[Structure]] | tuple[int, int, Iterator[Str
 class OwnBatches(DataAdapter):
     """Batches of hvdx's own, which JAX and PyTorch read in their order, whatever `fit(shuffle=)` says.
 
-    Relies on: `get_data_adapter` returns a `DataAdapter` as it is, since Keras 3.7. A fit calls `get_jax_iterator` or
+    Relies on: since Keras 3.7, `get_data_adapter` returns a `DataAdapter` unchanged. A fit calls `get_jax_iterator` or
     `get_torch_dataloader` when a pass begins.
     """
 
@@ -58,30 +58,6 @@ def _weighed(batch: Structure, weights: dict[int, float]) -> Structure:
             "fit: class_weight: expected batches of inputs and labels, without weights. Do: leave it out."
         )
     return x, y, data_adapter_utils.class_weight_to_sample_weights(y, weights)
-
-
-def class_weight() -> dict[int, float] | None:
-    """Return the argument `class_weight` of the `fit` that begins a pass; None elsewhere.
-
-    Relies on: `Model.fit`, `evaluate` and `predict` have the local variables `self` and `epoch_iterator`.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), keras.Model) and "epoch_iterator" in frame.f_locals:
-            return frame.f_locals.get("class_weight")
-        frame = frame.f_back
-    return None
-
-
-def is_build() -> bool:
-    """Return whether a batch is read to build a model, on JAX and PyTorch: the first pass begins with it again.
-
-    Relies on: `Model._symbolic_build` reads the batch.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "_symbolic_build":
-        frame = frame.f_back
-    return frame is not None
 
 
 def dataset_of(iterator: EpochIterator) -> tf.data.Dataset | OwnBatches | None:
