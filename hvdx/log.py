@@ -5,6 +5,7 @@ handlers gets each message once, and pytest's `caplog` sees it (docs/adr/0036-me
 """
 
 import contextlib
+import io
 import logging
 import sys
 import threading
@@ -37,6 +38,16 @@ def set_rank(rank: int) -> None:
     """
     global _rank
     _rank = rank
+
+
+def leave_buffer() -> None:
+    """Write to the process's own stderr again if it has been replaced by a buffer in memory.
+
+    The hook of torch.distributed for uncaught exceptions calls the hook before it with such a buffer as stderr, and
+    would print it afterwards. A process that ends in the hook before it would say nothing.
+    """
+    if isinstance(sys.stderr, io.StringIO):
+        sys.stderr = sys.__stderr__
 
 
 class Log:

@@ -208,6 +208,13 @@ def test_stderr_that_cannot_be_written(say, monkeypatch, stream):
     say.urgent(ERROR, "text")
 
 
+def test_buffer_that_a_hook_of_exceptions_has_put_in_place_of_stderr(say, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    log.leave_buffer()
+    say.error("last words")
+    assert capfd.readouterr().err == "hvdx: last words\n"
+
+
 def test_in_a_signal_handler(say, capfd):
     before = signal.signal(signal.SIGUSR1, lambda *_: say.warning("signal"))
     try:

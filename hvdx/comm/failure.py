@@ -1,7 +1,6 @@
 """End of the whole job if one rank fails or exits early, so that no rank waits for it."""
 
 import atexit
-import io
 import os
 import re
 import socket
@@ -14,7 +13,7 @@ from typing import NoReturn
 
 from hvdx.comm import mpi, progress, supervision, watchdog
 from hvdx.errors import ExchangeError, HvdxError
-from hvdx.log import ERROR, Log
+from hvdx.log import ERROR, Log, leave_buffer
 
 _log = Log(__name__)
 
@@ -55,9 +54,7 @@ def install(rank: int, size: int, survives: bool = False) -> None:
     """
 
     def end_the_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(sys.stderr, io.StringIO):
-            # The hook of torch.distributed gives this one a buffer as stderr, and would print it only afterwards.
-            sys.stderr = sys.__stderr__
+        leave_buffer()
         departed = watchdog.find_departed(_DEPARTURE_SECONDS) if _SHUT_DOWN in str(error) else None
         if _remembered and kind.__module__.startswith("tensorflow.") and str(_remembered[0]) in str(error):
             error = _remembered[0]
