@@ -41,7 +41,7 @@ MARKS = (
 # The oldest pair that pyproject.toml allows, and one between; "" is the newest that pip resolves.
 FIXED = (("2.16.2", "3.6.0"), ("2.18.*", "3.9.*"))
 # The oldest releases of JAX and PyTorch that pyproject.toml allows, with the oldest Keras for them; and the newest.
-OTHERS = (("jax", "0.4.34", "3.7.0"), ("jax", "", ""), ("torch", "2.4.1", "3.7.0"), ("torch", "", ""))
+OTHERS = (("jax", "0.4.36", "3.7.0"), ("jax", "", ""), ("torch", "2.4.1", "3.7.0"), ("torch", "", ""))
 NEWEST = 2
 INSTALL_SECONDS, TEST_SECONDS, TRAINING_SECONDS = 900, 240, 120
 # The package of TensorFlow in the extra `tf`.

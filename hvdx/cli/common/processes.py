@@ -17,8 +17,8 @@ from typing import Any
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "PMIX_MCA_psec": "native"}
 # Makes sets of strings have the same order in all processes, and so on all ranks.
 _ALIKE = {"PYTHONHASHSEED": "0"}
-# Notes that TensorFlow writes whatever its level of logging is.
-_NOTE = re.compile(r"WARNING: All log messages before absl|[IW]\d{4} ")
+# Notes that TensorFlow writes whatever its level of logging is, and Open MPI when a rank has ended the job.
+_NOTE = re.compile(r"WARNING: All log messages before absl|[IW]\d{4} |\s*Errorcode: ")
 
 
 @dataclass(frozen=True)

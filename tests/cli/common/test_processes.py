@@ -33,7 +33,7 @@ def test_programs_compute_as_they_do_without_hvdx(monkeypatch):
 
 
 def test_key_line_is_the_error_and_not_what_follows():
-    text = "Traceback:\n  File x\nImportError: libmpi.so.40: no such file\n--------\nprterun noticed\n"
+    text = "Traceback:\n  File x\nImportError: libmpi.so.40: no such file\n--------\n  Errorcode: 1\nprterun noticed\n"
     assert key_line(text) == "ImportError: libmpi.so.40: no such file"
 
 
