@@ -220,8 +220,9 @@ class Threshold(Strategy):
 
         if self.device == "cuda" and not there and not devices.simulated():
             raise ConfigError(
-                f"threshold: device='cuda': expected all variables on one GPU, got {sorted(where)}. Install a "
-                "TensorFlow that finds the GPU, or use device='cpu'."
+                f"threshold: device='cuda': expected all variables on one GPU, got {sorted(where)}. Do: install the "
+                "backend of Keras with CUDA (tensorflow[and-cuda], jax[cuda13] or jax[cuda12] as the driver has it, a "
+                "PyTorch that was built with CUDA), or use device='cpu'."
             )
         chosen = where.pop().replace("GPU", "cuda") if there else "cuda"
         try:

@@ -54,7 +54,8 @@ class TestWithoutGpu:
         monkeypatch.setattr(devices, "gpu", none)
 
     def test_cuda_is_refused(self):
-        with pytest.raises(ConfigError, match="expected all variables on one GPU, got"):
+        remedies = r"tensorflow\[and-cuda\], jax\[cuda13\] or jax\[cuda12\] .*, a PyTorch .* with CUDA"
+        with pytest.raises(ConfigError, match="expected all variables on one GPU, got .*" + remedies):
             Threshold(device="cuda").open(virtual_world(1)[0], SPECS)
 
     def test_auto_takes_the_host_and_says_why(self, capsys):
