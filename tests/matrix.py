@@ -89,7 +89,7 @@ ROWS: list[Row] = [
 
 #: Rows of the table of the other backends.
 BACKEND_ROWS: list[Row] = [
-    ("`tests/backend_battery.py` on two workers", ["-m", "tests.backend_battery"], 2, {}, 2 * TEST_SECONDS)
+    ("`tests/backend_battery.py` on two workers", ["-m", "tests.backend_battery"], 2, {}, 4 * TEST_SECONDS)
 ]
 
 #: Rows of the table of MPIs: `hvdx doctor`, and all trainings that depend on the MPI.

@@ -110,7 +110,9 @@ class _Server:
 
     def __init__(self, listening: socket.socket):
         for name in _PRELOADED:
-            importlib.import_module(name)
+            # TensorFlow need not be there beside another backend of Keras.
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(name)
         if len(os.listdir("/proc/self/task")) > 1:
             raise RuntimeError("an import has started threads: such a process cannot be forked")
         gc.collect()
