@@ -236,11 +236,13 @@ def check_is_build():
 def check_begin_passes():
     x = np.arange(4.0)[:, None]
     iterator = EpochIterator(x, x, batch_size=2, shuffle=False)
-    iterators.begin_passes(iterator, 5)
+    begun = []
+    iterators.begin_passes(iterator, 5, lambda: begun.append(1))
     # Two epochs of 5 steps are five passes of 2.
     steps = getattr(iterator, "_enumerate_iterator", None) or iterator.enumerate_epoch
     rows = [np.asarray(next(item[-1])[0]) for _ in range(2) for item in steps()]
     np.testing.assert_array_equal(np.concatenate(rows), np.tile(x, (5, 1)))
+    assert len(begun) == 5
 
 
 def check_wrap_steps():

@@ -44,7 +44,8 @@ class OwnOptimizers(SteppedExchange):
 
     def due(self, steps: int) -> bool:
         super().due(steps)
-        self._since += steps
+        # On PyTorch a loss-scale optimiser that skips a step does not call the other, and shows no variables.
+        self._since += steps if self.variables else 0
         micro = innermost(self._optimizer()).gradient_accumulation_steps or 1
         return self._since >= micro * (1 if self.exchange is None else self.exchange.period)
 

@@ -158,8 +158,7 @@ def extend_epochs(callback: keras.callbacks.Callback, steps: int) -> Callable[[]
     """
     iterator = epoch_iterator(callback)
     if backend.name() != "tensorflow":
-        iterators.begin_passes(iterator, steps)
-        return lambda: None
+        return py_datasets.begin_passes(iterator, steps)
     dataset: tf.data.Dataset = dataset_of(iterator)
     if hasattr(dataset, "repeat"):
         # The prefetch that TensorFlow injects would start the next pass, and draw its order, before this pass ends.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdx.keras.backend import tf
+from hvdx.keras.seams import iterators
 from hvdx.keras.seams.iterators import EpochIterator, drop_read_ahead, py_dataset_adapter, take_epoch_hooks
 
 
@@ -45,6 +46,14 @@ def repeat(iterator: EpochIterator, dataset: tf.data.Dataset) -> tuple[tf.data.D
     return numbers.flat_map(lambda _: dataset), passes.finish
 
 
+def begin_passes(iterator: EpochIterator, steps: int) -> Callable[[], None]:
+    """Let each epoch of a fit on JAX or PyTorch take some steps of repeated data; else as `repeat`."""
+    adapter = py_dataset_adapter(iterator)
+    passes = _Passes(*(take_epoch_hooks(adapter) if adapter is not None else (lambda: None, lambda: None)))
+    iterators.begin_passes(iterator, steps, passes.begin)
+    return passes.finish
+
+
 class _Passes:
     """Hooks of a `PyDataset` around each pass.
 
@@ -56,7 +65,7 @@ class _Passes:
         self._begin, self._end = begin, end
         self._open = False
 
-    def begin(self, number: tf.Tensor) -> tf.Tensor:
+    def begin(self, number: tf.Tensor | None = None) -> tf.Tensor | None:
         """Begin a pass, and return its number."""
         self.finish()
         self._open = True

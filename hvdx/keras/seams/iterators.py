@@ -97,8 +97,11 @@ def take_steps(iterator: EpochIterator, dataset: tf.data.Dataset, steps: int) ->
     iterator._current_iterator = None
 
 
-def begin_passes(iterator: EpochIterator, steps: int) -> None:
+def begin_passes(iterator: EpochIterator, steps: int, begin: Callable[[], object]) -> None:
     """Make each epoch of a fit on JAX or PyTorch take some steps, and read its data again whenever a pass ends.
+
+    Args:
+        begin: function to call before each pass.
 
     Relies on: with `steps_per_epoch`, `EpochIterator` goes on in the next epoch with the batches of `_get_iterator`.
     """
@@ -108,6 +111,7 @@ def begin_passes(iterator: EpochIterator, steps: int) -> None:
         batches = 1
         while batches:  # those of a generator do not come again
             batches = 0
+            begin()
             for batch in one_pass():
                 batches += 1
                 yield batch
