@@ -63,6 +63,7 @@ print("SAMPLES", len(together), sorted(together) == sorted(first), "RANKS", list
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_trainings_end_with_equal_weights_after_deaths(backend, tmp_path):
+    pytest.importorskip(backend)
     settings = {"KERAS_BACKEND": backend, "HVDX_RECORD": str(tmp_path / "record")}
     program = [*warm.command(environment(settings)), "-c", SCRIPT, str(tmp_path)]
     done = run_command(
