@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import keras
     import numpy as np
-    import tensorflow as tf
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -135,24 +134,21 @@ def build(vocabulary: int, context: int, layers: int, width: int, heads: int, le
     return network
 
 
-def windows(text: "np.ndarray", beginnings: "tf.data.Dataset", context: int) -> "tf.data.Dataset":
-    """Return batches of (characters, the characters that follow them), both int32[batch, context].
+def windows(text: "np.ndarray", context: int) -> "tuple[np.ndarray, np.ndarray]":
+    """Return windows of a text and the characters that follow each of theirs, views of uint8[windows, context].
 
     Args:
-        text: codes of the characters, uint8[n].
-        beginnings: dataset of positions in the text, int32[batch].
+        text: codes of the characters, uint8[n]; each of the first n - context begins a window.
         context: characters in a window.
+
+    Example:
+        >>> windows(np.arange(4, dtype=np.uint8), 2)[1].tolist()
+        [[1, 2], [2, 3]]
     """
-    import tensorflow as tf
+    import numpy as np
 
-    with tf.device("CPU:0"):
-        codes = tf.constant(text)
-
-    def cut(begin: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        window = tf.cast(tf.gather(codes, begin[:, None] + tf.range(context + 1)), tf.int32)
-        return window[:, :-1], window[:, 1:]
-
-    return beginnings.map(cut, num_parallel_calls=1).prefetch(2)
+    both = np.lib.stride_tricks.sliding_window_view(text, context + 1)
+    return both[:, :-1], both[:, 1:]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -174,11 +170,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     keras.utils.set_random_seed(args.seed)
     model = build(VOCABULARY, args.context, args.layers, args.width, args.heads, args.learning_rate)
-    # Windows may overlap: each position of the text begins one.
-    drawn = np.arange(len(text.train) - args.context, dtype=np.int32)
-    train = hvdx.shard(drawn, args.batch, steps=args.steps, seed=args.seed)
-    spread = np.linspace(0, len(text.held_out) - args.context - 1, args.held_out).astype(np.int32)
-    held_out = hvdx.shard(spread, args.batch, shuffle=False, drop_remainder=False)
+    train = hvdx.shard(windows(text.train, args.context), args.batch, steps=args.steps, seed=args.seed)
+    x, y = windows(text.held_out, args.context)
+    spread = np.linspace(0, len(x) - 1, args.held_out).astype(int)
+    held_out = hvdx.shard((x[spread], y[spread]), args.batch, shuffle=False, drop_remainder=False)
     if hvdx.rank() == 0:
         print(
             f"text: {text.files} files, {len(text.train):,} characters; {text.held_out_files} files, "
@@ -189,8 +184,8 @@ def main(argv: list[str] | None = None) -> int:
     distribute = hvdx.keras.Distribute(args.strategy)
     begin = time.perf_counter()
     history = model.fit(
-        windows(text.train, train, args.context),
-        validation_data=windows(text.held_out, held_out, args.context),
+        train,
+        validation_data=held_out,
         epochs=args.epochs,
         shuffle=False,
         verbose=0 if args.quiet else (1 if sys.stdout.isatty() else 2),

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
@@ -21,8 +22,10 @@ import pytest
 
 import hvdx
 from hvdx import comm as world
-from hvdx.errors import ConfigError, ReplicaError
+from hvdx.comm import buckets
+from hvdx.errors import ConfigError, ExchangeError, ReplicaError
 from hvdx.keras import Distribute
+from hvdx.keras.adapters import optimizer as optimizer_adapters
 from hvdx.keras.fit import data as fit_data
 from hvdx.keras.fit import replicas
 from hvdx.keras.variables import view_of
@@ -168,6 +171,46 @@ def all_reduce_is_one_process() -> None:
         {"make": mlp, "optimizer": "accumulate"},
         {"make": transformer, "optimizer": "adamw"},
     )
+
+
+@check
+def gradients_that_leave_during_the_backward_pass_have_the_same_bits() -> None:
+    class Shrink(keras.optimizers.SGD):
+        after = 100
+
+        def apply(self, grads: Sequence[object], trainable_variables: Sequence[object] | None = None) -> None:
+            self.after -= 1
+            super().apply([g * 0.5 for g in grads] if self.after < 0 else grads, trainable_variables)  # type: ignore[operator]
+
+    comm, in_torch = world.start(), keras.backend.backend() == "torch"
+    cases: list[tuple[Callable[[], keras.Model], dict[str, object]]] = [
+        (cnn, {"count": ROWS + 5, "weighted": True}),
+        (transformer, {"optimizer": "adamw"}),
+        (mlp, {"optimizer": "accumulate"}),
+    ][0 if in_torch else 2 :]
+    after = [trained(make, "all_reduce", **options)[0] for make, options in cases]  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        numbers: list[int] = []
+        give = buckets.GivenSums.give
+        patch.setattr(buckets.GivenSums, "give", lambda self, i, a: numbers.append(i) or give(self, i, a))  # type: ignore[func-returns-value]
+        patch.setattr(buckets, "_LEAST_BYTES", 1)
+        patch.setattr(comm, "hosts", ["a", "b"])
+        patch.setattr(optimizer_adapters, "_array_comms", weakref.WeakKeyDictionary())
+        for (make, options), plain in zip(cases, after, strict=True):
+            numbers.clear()
+            model, _ = trained(make, "all_reduce", **options)  # type: ignore[arg-type]
+            # The first step of six or seven shows that the gradients are those of the pass; accumulated ones are not.
+            steps = 0 if not in_torch or make is mlp else 7 if make is cnn else 5
+            assert len(numbers) == steps * len(model.trainable_variables), (make, numbers)
+            for a, b in zip(model.weights, plain.weights, strict=True):
+                np.testing.assert_array_equal(view_of(a), view_of(b), err_msg=a.path)
+        if in_torch:
+            shrinking, (words, classes, *_) = mlp(), data()
+            shrinking.compile(Shrink(0.05), "mse")
+            shrinking.optimizer.after = 2
+            share = hvdx.shard((words, keras.ops.one_hot(classes, CLASSES)), 4)
+            with pytest.raises(ExchangeError, match=r"expected the gradient of the backward pass.*AllReduce\(groups=2"):
+                shrinking.fit(share, verbose=0, callbacks=[Distribute()])
 
 
 @check

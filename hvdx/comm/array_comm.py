@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdx.comm import progress
+from hvdx.comm.buckets import BucketThread, GivenSums, fill
 from hvdx.comm.interfaces import BufferFor, Channel, Comm, GraphComm, Mailbox, Reduction, T, of_comm
 from hvdx.comm.sums import DenseSums
 from hvdx.errors import ExchangeError, ReplicaError
@@ -45,6 +46,7 @@ class ArrayComm(GraphComm):
         self.mesh, self.survives = comm.mesh, comm.survives
         self._dense, self._made = DenseSums(comm), comm.recoveries
         self._leaves_host = len(set(comm.hosts)) > 1
+        self._behind = BucketThread(self._sums_once)
         self._sets: dict[tuple[int, ...], ArrayComm | None] = {}
 
     def complete(self, work: Callable[[], T]) -> T:
@@ -73,6 +75,7 @@ class ArrayComm(GraphComm):
 
     def close(self) -> None:
         """Close the channels of the all-reduce; the host communicator stays open."""
+        self._behind.close()
         self._dense.close()
 
     def all_reduce(self, tensors: Sequence[np.ndarray], how: Reduction, name: str) -> list[np.ndarray]:  # type: ignore[override]
@@ -84,22 +87,53 @@ class ArrayComm(GraphComm):
                 and groups would add the same elements.
             name: see `GraphComm.all_reduce`.
         """
-        before = how.predivide if how.average else 1.0
-        # Within a host nothing is sent, and a cast would cost time and digits.
-        wire = _WIRES.get(how.wire) if self._leaves_host else None
-        sent = [t / t.dtype.type(before) if before != 1.0 else t for t in tensors]
-        if wire is not None:
-            sent = [t.astype(wire) if t.dtype.kind == "f" and t.itemsize >= 4 else t for t in sent]
-        vectors = [np.atleast_1d(t) for t in sent]
+        vectors = [self._vector(t, how) for t in tensors]
         marks = name if how.of_step and vectors[0].dtype.kind != "i" else ""
 
         def after() -> float:
             # Read when the exchange runs: ranks may have died since.
-            return before / self.size if how.average else 1.0
+            return self._factor(how)
 
         sums = self._sums(marked(vectors, marks), after)
         self._check_marks(sums[len(vectors) :], after)
         return [v.reshape(t.shape).astype(t.dtype, copy=False) for v, t in zip(sums, tensors, strict=False)]
+
+    def given_sums(self, how: Reduction, name: str) -> GivenSums | None:
+        """Return an all-reduce that takes each array of a step when it has been computed, and sends while others are.
+
+        Args:
+            how: see `all_reduce`; `sizes` are those of all arrays.
+            name: see `GraphComm.all_reduce`.
+
+        Returns:
+            It sends copies where arrays are narrowed, and else overwrites them. None if that gains nothing, or if ranks
+            may die: one that died in the middle of a bucket would leave the others at different buckets.
+        """
+        buckets = fill([n * (2 if how.wire in _WIRES else 4) for n in how.sizes])
+        if len(buckets) < 2 or not self._leaves_host or self.survives:
+            return None
+
+        def give(number: int, vectors: Sequence[np.ndarray]) -> None:
+            self._behind.give(number, marked(vectors, name if number == len(buckets) - 1 else ""), self._factor(how))
+
+        def take(count: int) -> list[Sequence[np.ndarray]]:
+            *found, last = self._behind.take(count)
+            self._check_marks(last[len(buckets[-1]) :], lambda: self._factor(how))
+            return [*found, last[: len(buckets[-1])]]
+
+        return GivenSums(buckets, lambda array: self._vector(array, how), give, take)
+
+    def _vector(self, tensor: np.ndarray, how: Reduction) -> np.ndarray:
+        """Return an array as it is sent."""
+        before = how.predivide if how.average else 1.0
+        sent = tensor / tensor.dtype.type(before) if before != 1.0 else tensor
+        # Within a host nothing is sent, and a cast would cost time and digits.
+        wire = _WIRES.get(how.wire) if self._leaves_host else None
+        return np.atleast_1d(sent.astype(wire) if wire and sent.dtype.kind == "f" and sent.itemsize >= 4 else sent)
+
+    def _factor(self, how: Reduction) -> float:
+        """Return the factor on a sum."""
+        return how.predivide / self.size if how.average else 1.0
 
     def all_gather(self, tensor: np.ndarray, name: str) -> np.ndarray:  # type: ignore[override]
         return self._gathered(tensor)[0]

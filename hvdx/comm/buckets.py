@@ -1,4 +1,4 @@
-"""Sums of buckets of gradients in a thread, while TensorFlow computes the gradients of the other buckets."""
+"""Sums of buckets of gradients in a thread, while the gradients of the other buckets are computed."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -132,3 +132,68 @@ class BucketThread:
             with self._changed:
                 self._done.append(sums)
                 self._changed.notify_all()
+
+
+class GivenSums:
+    """Sums of the arrays of a step, each of which is given as soon as it has been computed.
+
+    Args:
+        buckets: see `fill`.
+        send: function from an array to the vector that is sent.
+        give: see `BucketThread.give`, without the factor.
+        take: see `BucketThread.take`.
+
+    Example:
+        >>> thread = BucketThread(lambda vectors, scale: [scale * v for v in vectors])
+        >>> sums = GivenSums([[1], [0]], np.negative, lambda n, vectors: thread.give(n, vectors, 2.0), thread.take)
+        >>> sums.give(1, np.ones(1))
+        >>> sums.give(0, np.zeros(1) + 3)
+        >>> sums.take()
+        [array([-6.]), array([-2.])]
+        >>> thread.close()
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[int]],
+        send: Callable[[np.ndarray], np.ndarray],
+        give: Callable[[int, Sequence[np.ndarray]], None],
+        take: Callable[[int], Sequence[Sequence[np.ndarray]]],
+    ):
+        self._buckets = buckets
+        self._bucket_of = {i: number for number, bucket in enumerate(buckets) for i in bucket}
+        self._send, self._give, self._take = send, give, take
+        self._begin()
+
+    def _begin(self) -> None:
+        self._vectors: dict[int, np.ndarray] = {}
+        self._missing = [len(bucket) for bucket in self._buckets]
+
+    def give(self, index: int, array: np.ndarray) -> None:
+        """Hand over an array, without waiting.
+
+        Args:
+            index: its number in the step.
+            array: floats of any shape; they must not change before `take` returns, and may be overwritten.
+
+        Raises:
+            ExchangeError: if it was given already.
+        """
+        number = self._bucket_of[index]
+        if index in self._vectors:
+            raise ExchangeError(
+                "the all-reduce: a gradient was computed twice in one step, and the first one has been sent. Do: "
+                "AllReduce(groups=2), which sends nothing before the end of the backward pass."
+            )
+        self._vectors[index] = self._send(array)
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            self._give(number, [self._vectors[i] for i in self._buckets[number]])
+
+    def take(self) -> list[np.ndarray]:
+        """Wait for the sums of all arrays, which have been given, and return them as vectors; see `BucketThread`."""
+        self._begin()
+        found = self._take(len(self._buckets))
+        pairs = zip(self._buckets, found, strict=True)
+        sums = {i: v for bucket, vectors in pairs for i, v in zip(bucket, vectors, strict=True)}
+        return [sums[i] for i in range(len(sums))]

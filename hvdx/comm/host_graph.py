@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdx.comm import failure
 from hvdx.comm.array_comm import ArrayComm, marked
-from hvdx.comm.buckets import BucketThread, fill
+from hvdx.comm.buckets import fill
 from hvdx.comm.interfaces import Comm, Reduction
 from hvdx.comm.launcher import usable_cores
 from hvdx.comm.memory import is_aligned
@@ -39,7 +39,6 @@ class HostGraphComm(TensorComm, ArrayComm):
         # Within a host, an exchange takes the cores that compute the other gradients. A rank that died in the middle of
         # a bucket would leave the others at different buckets.
         self._overlaps = self._leaves_host and not comm.survives and not comm.any_true(_operations_at_once() == 1)
-        self._behind = BucketThread(self._sums_once)
 
     def broadcast(self, tensors: Sequence[npt.ArrayLike], root: int, what: str) -> Sequence[npt.ArrayLike]:
         if tf.executing_eagerly():
@@ -49,10 +48,6 @@ class HostGraphComm(TensorComm, ArrayComm):
         for result, tensor in zip(received, sent, strict=True):
             result.set_shape(tensor.shape)
         return received
-
-    def close(self) -> None:
-        self._behind.close()
-        super().close()
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor | tf.IndexedSlices], how: Reduction, name: str
@@ -75,7 +70,7 @@ class HostGraphComm(TensorComm, ArrayComm):
 
         def after() -> float:
             # Read when the exchange runs: ranks may have died since the step was traced.
-            return before / self.size if how.average else 1.0
+            return self._factor(how)
 
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
         # faster than NumPy.

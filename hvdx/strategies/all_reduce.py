@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Literal, cast, get_args
 
 from hvdx.comm import Comm, GraphComm
+from hvdx.comm.array_comm import ArrayComm
+from hvdx.comm.buckets import GivenSums
 from hvdx.comm.interfaces import Engine, Reduction, Tensor, Wire
 from hvdx.costs.model import Situation, added
 from hvdx.costs.sizes import ring_bytes
@@ -143,3 +145,6 @@ class AllReduceExchange(Exchange[Tensor]):
         in_rows = [i for i, t in enumerate(tensors) if self.row_itemsize != 0 and hasattr(t, "indices")]
         self.sent = ring_bytes(sum(self._bytes) - sum(self._bytes[i] for i in in_rows), self._comm.size)
         return self._comm.all_reduce(tensors, self._how, self._name)
+
+    def given_sums(self) -> GivenSums | None:
+        return self._comm.given_sums(self._how, self._name) if isinstance(self._comm, ArrayComm) else None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from hvdx.comm.buckets import GivenSums
 from hvdx.comm.interfaces import Comm, DType, Engine, Tensor
 from hvdx.errors import ConfigError, ReplicaError
 
@@ -307,6 +308,10 @@ class Exchange(abc.ABC, Generic[T]):
             WireError: if a received message is damaged.
             ExchangeError: if a message did not arrive within the time limit.
         """
+
+    def given_sums(self) -> GivenSums | None:
+        """Return what takes each array of a step when it has been computed, in place of `step`; None without that."""
+        return None
 
     def flush(self) -> Sequence[T | None] | None:
         """End a session of weights and return them, in the form that `step` returns; None for others. Collective."""

@@ -373,11 +373,10 @@ def text(setting: argparse.Namespace, task: Task) -> "Training":
 
     texts = load_text()
     network = harness.transformer(setting.rate)
-    drawn = np.arange(len(texts.train) - harness.CONTEXT, dtype=np.int32)
-    train = hvdx.shard(drawn, task.batch, steps=setting.steps, seed=setting.seed)
-    spread = np.linspace(0, len(texts.held_out) - harness.CONTEXT - 1, task.tested).astype(np.int32)
-    test = hvdx.shard(spread, 32, shuffle=False, drop_remainder=False)
-    return network, windows(texts.train, train, harness.CONTEXT), windows(texts.held_out, test, harness.CONTEXT)
+    train = hvdx.shard(windows(texts.train, harness.CONTEXT), task.batch, steps=setting.steps, seed=setting.seed)
+    x, y = windows(texts.held_out, harness.CONTEXT)
+    spread = np.linspace(0, len(x) - 1, task.tested).astype(int)
+    return network, train, hvdx.shard((x[spread], y[spread]), 32, shuffle=False, drop_remainder=False)
 
 
 #: Tasks by name.

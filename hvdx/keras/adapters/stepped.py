@@ -5,13 +5,15 @@ see `stepped_updates` and `stepped_averages`. The optimiser takes its own step t
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import keras
 import numpy as np
 
 from hvdx.comm import Comm, clock
+from hvdx.comm.buckets import GivenSums
+from hvdx.errors import ExchangeError
 from hvdx.keras.adapters.base import Adapter
 from hvdx.keras.adapters.finite import holds_bad
 from hvdx.keras.backends import stepped
@@ -60,7 +62,10 @@ class SteppedAdapter(Adapter):
         """Do nothing in the step, which JAX traces once: `meet` counts."""
         self.stepped = True
 
-    def begin_batch(self, rows: float) -> None:
+    def expect_one_pass(self) -> None:
+        """Expect one backward pass in each step, whose gradients the optimiser is given."""
+
+    def begin_batch(self, rows: float | None) -> None:
         """Begin a step of some rows, or its trace: `gradients` makes it one for batches of as many."""
         self._batch = rows
 
@@ -176,16 +181,89 @@ class SteppedExchange(SteppedAdapter):
 
 
 class SteppedGradients(SteppedExchange):
-    """Adapter that combines gradients within the step."""
+    """Adapter that combines gradients within the step; where hosts and buckets are several, during the backward pass.
+
+    The first step shows whether that can be: each gradient has to be the one that the pass has computed.
+    """
+
+    def __init__(
+        self, strategy: Strategy, comm: Comm, optimizer: keras.optimizers.Optimizer, name: str, gain: float = 1.0
+    ):
+        super().__init__(strategy, comm, optimizer, name, gain)
+        self._sums: GivenSums | None = None
+        self._unwatch: Callable[[], None] | None = None
+        self._may_watch = False
+        # Gradients of the present step that were given, by number, in a step whose pass is watched; and their weight.
+        self._given: dict[int, Gradient] | None = None
+        self._weight = 1.0
 
     def reset(self) -> None:
         super().reset()
         self._seconds, self._exchanges, self._first_bad = 0.0, 0, (0, "")
 
+    def close(self) -> None:
+        if self._unwatch is not None:
+            self._unwatch()
+        super().close()
+
+    def expect_one_pass(self) -> None:
+        self._may_watch = True
+
+    def begin_batch(self, rows: float | None) -> None:
+        super().begin_batch(rows)
+        if self._sums is not None:
+            self._weight, self._given = self.share(rows), {}
+
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Combine gradients over the ranks, and measure the time."""
+        if self._given is not None:
+            self._check_given(gradients)
+            return stepped().on_host(self._take_sums, gradients)
         rows = self._batch
-        return stepped().on_host(lambda arrays: self._combine(arrays, rows), gradients)
+        combined = stepped().on_host(lambda arrays: self._combine(arrays, rows), gradients)
+        if self._may_watch:
+            self._watch(gradients)
+        return combined
+
+    def _watch(self, gradients: Sequence[Gradient]) -> None:
+        """Let the exchange begin within the backward pass in the next steps, if it can on all ranks. Collective."""
+        self._may_watch = False
+        sums = None if self._exchange is None else self._exchange.given_sums()
+        if sums is None:
+            return
+        self._unwatch = stepped().watch_gradients(self.variables, gradients, self._give)
+        if not self.comm.any_true(self._unwatch is None):
+            self._sums = sums
+
+    def _give(self, number: int, gradient: Gradient, array: np.ndarray) -> None:
+        """Hand over a gradient that the backward pass of a training step has computed."""
+        if self._given is None or self._sums is None:
+            return
+        if holds_bad(array) and not self._first_bad[0]:
+            self._first_bad = self.steps.numpy() + 1, self.specs[number].name
+        if self._weight != 1.0:
+            array *= array.dtype.type(self._weight)
+        self._sums.give(number, array)
+        self._given[number] = gradient
+
+    def _check_given(self, gradients: Sequence[Gradient]) -> None:
+        """Raise ExchangeError if the optimiser is given other gradients than were sent."""
+        given, self._given = self._given or {}, None
+        others = [i for i, g in enumerate(gradients) if given.get(i) is not g]
+        if others:
+            raise ExchangeError(
+                f"variable {self.specs[others[0]].name}: expected the gradient of the backward pass, as in the first "
+                "step, which has been sent; got another one. Do: AllReduce(groups=2), which sends nothing before the "
+                "end of the pass."
+            )
+
+    def _take_sums(self, arrays: list[np.ndarray]) -> Sequence[np.ndarray]:
+        now = clock.timer()
+        begin = now()
+        combined = cast(GivenSums, self._sums).take()
+        self._seconds += now() - begin
+        self._exchanges += 1
+        return self._results(combined, arrays)
 
     def _combine(self, arrays: list[np.ndarray], rows: float | None) -> Sequence[np.ndarray]:
         bad = first_bad(arrays)
@@ -203,6 +281,9 @@ class SteppedGradients(SteppedExchange):
             combined = exchange.step(mine)
         self._seconds += now() - begin
         self._exchanges += 1
+        return self._results(combined, arrays)
+
+    def _results(self, combined: Sequence[object], arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         results = [_like(c, a) for c, a in zip(combined, arrays, strict=True)]
         return [r * r.dtype.type(self.gain) for r in results] if self.gain != 1.0 else results
 

@@ -1,6 +1,8 @@
 """PyTorch: a training step runs operation by operation, and its tensors are NumPy's on a CPU without a copy."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import keras
 import numpy as np
@@ -47,6 +49,35 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def watch_gradients(
+    variables: Sequence[keras.Variable],
+    gradients: Sequence[torch.Tensor],
+    note: Callable[[int, torch.Tensor, np.ndarray], None],
+) -> Callable[[], None] | None:
+    """Call Python code with each variable's gradient when a backward pass has computed it, before it computes others.
+
+    Args:
+        variables: variables that are trained.
+        gradients: what the optimiser was given for them in the last step.
+        note: function of a variable's number, its gradient, and that as an array, which it may overwrite.
+
+    Returns:
+        Function that ends it. None if the optimiser was given others than the pass has computed, or on a GPU, where
+        `note` would wait for the operations that have been queued.
+    """
+    parameters = [v.value for v in variables]
+    if any(p.grad is not g or p.is_cuda for p, g in zip(parameters, gradients, strict=True)):
+        return None
+
+    def noted(number: int, parameter: torch.Tensor) -> None:
+        gradient = cast(torch.Tensor, parameter.grad)
+        with torch.no_grad():
+            note(number, gradient, _array(gradient))
+
+    hooks = [p.register_post_accumulate_grad_hook(functools.partial(noted, i)) for i, p in enumerate(parameters)]
+    return lambda: [hook.remove() for hook in hooks].clear()
 
 
 def around(function: Method, note: Callable[[object], None]) -> Method:

@@ -52,7 +52,8 @@ class Rows:
 
     def read(self, at: np.ndarray) -> np.ndarray:
         """Return the rows at some positions, int64[m], as [m, ...]."""
-        return np.take(self._array, at, axis=0).astype(self.dtype, copy=False)
+        # `numpy.take` would first copy the whole of an array that is not contiguous.
+        return self._array[at].astype(self.dtype, copy=False)
 
     def at(self, positions: tf.Tensor) -> tf.Tensor:
         """Return the rows at some positions, int64[m], as a tensor [m, ...]."""

@@ -39,6 +39,8 @@ class SteppedAttachment(Attachment):
         self._build_optimizer()
         self._optimizers = optimizers_of(model)
         self.adapters = [self._attach(o, f"fit.{i}") for i, o in enumerate(self._optimizers)]  # type: ignore[misc]
+        if len(self.adapters) == 1 and type(model).train_step is keras.Model.train_step:
+            self.adapters[0].expect_one_pass()
         if keras.backend.backend() == "torch" and model.jit_compile:
             self._jit_compile, model.jit_compile = model.jit_compile, False
         stepped().prepare(threads_for(self._comm.local_size).threads)
@@ -64,12 +66,10 @@ class SteppedAttachment(Attachment):
 
     def _with_losses(self, standard: bool, own_step: Callable[..., object], *args: object, **named: object) -> object:
         """Take a step, or trace it for batches of these rows, with losses that are reduced as one process does."""
-        count = None
-        if not self.plan.even:
-            rows = rows_in(args[-1] if args else named["data"])
-            count = keras.ops.cast(rows, COUNT)
-            for adapter in self.adapters:
-                adapter.begin_batch(rows)
+        rows = None if self.plan.even else rows_in(args[-1] if args else named["data"])
+        count = None if rows is None else keras.ops.cast(rows, COUNT)
+        for adapter in self.adapters:
+            adapter.begin_batch(rows)
         losses = Losses(self._comm, self.strategy, self.plan, standard, lambda _: None, count)
         with reduced_by(losses.reduce):
             return own_step(*args, **named)

@@ -216,8 +216,8 @@ def test_large_arrays_stay_where_they_are(monkeypatch, tmp_path):
     small = hvdx.shard({"x": x, "y": y}, 4, validation_split=0.3, rank=1, size=2)
     expected = arrays.tensors_of((x, y))
     monkeypatch.setattr(arrays, "_LARGE", 0)
-    copies = []
-    monkeypatch.setattr(np, "take", lambda array, at, axis: copies.append(len(at)) or array[at])
+    copies, read = [], arrays.Rows.read
+    monkeypatch.setattr(arrays.Rows, "read", lambda rows, at: copies.append(len(at)) or read(rows, at))
     large = hvdx.shard({"x": x, "y": y}, 4, validation_split=0.3, rank=1, size=2)
     for ours, theirs in zip(large, small, strict=True):
         assert ours.element_spec == theirs.element_spec
@@ -233,6 +233,13 @@ def test_large_arrays_stay_where_they_are(monkeypatch, tmp_path):
     del found
     gc.collect()
     assert not any(reference() for reference in held)
+
+
+def test_batches_of_an_array_that_is_not_contiguous_are_read_without_a_copy_of_it():
+    windows = np.lib.stride_tricks.sliding_window_view(np.arange(1 << 21), 1 << 19)  # 6 TB if they were copied
+    (batch,) = hvdx.shard(windows[:, ::2], 3, steps=1, shuffle=False, rank=0, size=1)
+    assert batch.shape == (3, 1 << 18)
+    assert batch[2, :2].numpy().tolist() == [2, 4]
 
 
 def test_large_array_is_freed_with_its_dataset(monkeypatch):
