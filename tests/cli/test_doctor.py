@@ -77,7 +77,7 @@ def test_backend_that_keras_json_chooses_and_nobody_installed_is_a_problem(tmp_p
     (check,) = checks.framework(found)
     assert (check.name, check.status) == ("JAX", "problem")
     assert f"{tmp_path / 'keras.json'} chooses it for Keras" in check.value
-    assert check.remedy == "pip install jax, or choose another backend there"
+    assert check.remedy == "pip install 'jax>=0.4.36', or choose another backend there"
     assert checks.keras(found).value == "not tried, as JAX fails"
 
 
@@ -147,6 +147,7 @@ def test_horovod_without_mpi_is_a_problem():
         ({"keras": "4.0.0"}, "ok"),
         ({"backend": "openvino"}, "problem"),
         ({"backend": "jax", "jax": "0.10.2"}, "ok"),
+        ({"backend": "jax", "jax": "0.10.2", "keras": "3.6.0"}, "problem"),
     ],
 )
 def test_keras(changed, status):
@@ -156,6 +157,20 @@ def test_keras(changed, status):
 def test_tensorflow_outside_the_range_is_a_problem():
     (check,) = checks.framework(Finding({**GOOD_FRAMEWORKS, "tensorflow": "2.15.0"}))
     assert check.status == "problem"
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "status"),
+    [
+        ("jax", "0.4.35", "problem"),
+        ("jax", "0.4.36", "ok"),
+        ("torch", "2.3.1", "problem"),
+        ("torch", "2.4.1+cpu", "ok"),
+    ],
+)
+def test_other_backends_have_an_oldest_version(backend, version, status):
+    (check,) = checks.framework(Finding({"numpy": "2.4", "backend": backend, backend: version}))
+    assert check.status == status
 
 
 def test_backends_without_tensorflow_are_ok():

@@ -27,8 +27,12 @@ _BACKENDS = {
         _INSTALL_TENSORFLOW,
         "pip install 'tensorflow[and-cuda]>=2.16,<2.22' of the installed version",
     ),
-    "jax": ("JAX", "pip install jax", "pip install 'jax[cuda13]' or 'jax[cuda12]', as the driver has it"),
-    "torch": ("PyTorch", "pip install torch", "a PyTorch with CUDA, as https://pytorch.org/get-started/locally says"),
+    "jax": ("JAX", "pip install 'jax>=0.4.36'", "pip install 'jax[cuda13]' or 'jax[cuda12]', as the driver has it"),
+    "torch": (
+        "PyTorch",
+        "pip install 'torch>=2.4'",
+        "a PyTorch with CUDA, as https://pytorch.org/get-started/locally says",
+    ),
 }
 _INSTALL_MPI4PY = "pip install mpi4py; with a cluster's own MPI: pip install --no-binary mpi4py mpi4py"
 _REBUILD_MPI4PY = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
@@ -97,7 +101,7 @@ def framework(found: Finding) -> list[Check]:
             install += ", or choose another backend there"
         return [Check(name, "problem", why, install)]
     if backend != "tensorflow":
-        return [Check(name, "ok", version)]
+        return [_at_least(install.strip("'").partition(">=")[2], version, Check(name, "ok", version), install)]
     if not is_supported(version):
         return [Check(name, "problem", f"{version}; hvdx requires 2.16 to 2.21", install)]
     return [Check(name, "ok", version + (", with CUDA" if found.facts.get("cuda") else ", CPU"))]
@@ -108,19 +112,25 @@ def _backend(found: Finding) -> str:
 
 
 def keras(found: Finding) -> Check:
-    """Check that Keras is 3.6 or later, and has a backend on which hvdx trains."""
+    """Check that Keras is 3.6 or later, on JAX and PyTorch 3.7, and has a backend on which hvdx trains."""
     version, backend = found.facts.get("keras"), _backend(found)
     if backend not in _BACKENDS:
         remedy = "export KERAS_BACKEND=tensorflow, or set it in ~/.keras/keras.json"
         return Check("Keras", "problem", f"{version or 'not tried,'} on the {backend} backend", remedy)
-    name = _BACKENDS[backend][0]
+    name, oldest = _BACKENDS[backend][0], "3.6" if backend == "tensorflow" else "3.7"
+    install = f"pip install 'keras>={oldest}'"
     if version is None:
         why = found.failure if backend in found.facts else f"not tried, as {name} fails"
-        return Check("Keras", "problem", _absent(why, "keras"), "pip install 'keras>=3.6'")
-    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
-    if numbers < [3, 6]:
-        return Check("Keras", "problem", f"{version}; hvdx requires 3.6 or later", "pip install 'keras>=3.6'")
-    return Check("Keras", "ok", f"{version} on {name}")
+        return Check("Keras", "problem", _absent(why, "keras"), install)
+    return _at_least(oldest, version, Check("Keras", "ok", f"{version} on {name}"), install)
+
+
+def _at_least(oldest: str, version: str, check: Check, install: str) -> Check:
+    """Return the check, or a problem if the version is older than the oldest that hvdx can use."""
+    found, wanted = ([int(number) for number in re.findall(r"\d+", text)] for text in (version, oldest))
+    if found < wanted:
+        return Check(check.name, "problem", f"{version}; hvdx requires {oldest} or later", install)
+    return check
 
 
 def _numba(found: Finding) -> list[Check]:
