@@ -142,6 +142,7 @@ def windows(text: "np.ndarray", context: int) -> "tuple[np.ndarray, np.ndarray]"
         context: characters in a window.
 
     Example:
+        >>> import numpy as np
         >>> windows(np.arange(4, dtype=np.uint8), 2)[1].tolist()
         [[1, 2], [2, 3]]
     """

@@ -88,15 +88,8 @@ class ArrayComm(GraphComm):
             name: see `GraphComm.all_reduce`.
         """
         vectors = [self._vector(t, how) for t in tensors]
-        marks = name if how.of_step and vectors[0].dtype.kind != "i" else ""
-
-        def after() -> float:
-            # Read when the exchange runs: ranks may have died since.
-            return self._factor(how)
-
-        sums = self._sums(marked(vectors, marks), after)
-        self._check_marks(sums[len(vectors) :], after)
-        return [v.reshape(t.shape).astype(t.dtype, copy=False) for v, t in zip(sums, tensors, strict=False)]
+        sums = self._sums(vectors, how, name if how.of_step and vectors[0].dtype.kind != "i" else "")
+        return [v.reshape(t.shape).astype(t.dtype, copy=False) for v, t in zip(sums, tensors, strict=True)]
 
     def given_sums(self, how: Reduction, name: str) -> GivenSums | None:
         """Return an all-reduce that takes each array of a step when it has been computed, and sends while others are.
@@ -118,7 +111,7 @@ class ArrayComm(GraphComm):
 
         def take(count: int) -> list[Sequence[np.ndarray]]:
             *found, last = self._behind.take(count)
-            self._check_marks(last[len(buckets[-1]) :], lambda: self._factor(how))
+            self._check_marks(last[len(buckets[-1]) :], how)
             return [*found, last[: len(buckets[-1])]]
 
         return GivenSums(buckets, lambda array: self._vector(array, how), give, take)
@@ -132,8 +125,8 @@ class ArrayComm(GraphComm):
         return np.atleast_1d(sent.astype(wire) if wire and sent.dtype.kind == "f" and sent.itemsize >= 4 else sent)
 
     def _factor(self, how: Reduction) -> float:
-        """Return the factor on a sum."""
-        return how.predivide / self.size if how.average else 1.0
+        """Return the factor on a sum of the ranks that are left."""
+        return how.predivide / self._comm.size if how.average else 1.0
 
     def all_gather(self, tensor: np.ndarray, name: str) -> np.ndarray:  # type: ignore[override]
         return self._gathered(tensor)[0]
@@ -150,30 +143,40 @@ class ArrayComm(GraphComm):
             self._sets[key] = type(self)(some) if mine else None
         return self._sets[key]
 
-    def _check_marks(self, sums: Sequence[np.ndarray], scale: Callable[[], float]) -> None:
+    def _check_marks(self, sums: Sequence[np.ndarray], how: Reduction) -> None:
         """Raise ExchangeError if the sums of the ranks' marks tell that not all are at one position.
 
         Args:
-            sums: sums of `marked`, or nothing.
-            scale: factor on them.
+            sums: sums of the marks, or nothing.
+            how: reduction by which they were summed.
         """
+        size = self._comm.size
         for total in sums:
             # Float16 and bfloat16 round a sum of many ranks.
-            if np.abs(total.astype(np.float64)).min() / scale() < self.size - 1 - self.size / 256:
+            if np.abs(total.astype(np.float64)).min() / self._factor(how) < size - 1 - size / 256:
                 raise ExchangeError(
                     f"the all-reduce: the workers are in different steps, this one in {progress.here().place or 'none'}"
                     ". A step that only some workers take would be added to another step of the others. Do: decide by "
                     "hvdx.keras.combine(value), which is the same on all workers."
                 )
 
-    def _sums(self, vectors: Sequence[np.ndarray], scale: Callable[[], float]) -> Sequence[np.ndarray]:
-        """Replace vectors by their sums over the ranks, and return them; the factor is read after each death."""
+    def _sums(self, vectors: Sequence[np.ndarray], how: Reduction, marks: str) -> Sequence[np.ndarray]:
+        """Replace vectors by their sums over the ranks, and return them.
+
+        Args:
+            vectors: see `_sums_once`.
+            how: reduction, of which the factor applies.
+            marks: name of a step in which all ranks have to be; "" for none.
+        """
+        sent = marked(vectors, marks)
         if not self.survives:
-            return self._comm.complete(lambda: self._sums_once(vectors, scale()))
-        # After a death, the addends are needed once more.
-        found = self._comm.complete(lambda: self._sums_once([v.copy() for v in vectors], scale()))
-        for vector, total in zip(vectors, found, strict=True):
-            vector[...] = total
+            self._sums_once(sent, self._factor(how))
+        else:
+            # After a death, the addends are needed once more, and the factor is another.
+            found = self._comm.complete(lambda: self._sums_once([v.copy() for v in sent], self._factor(how)))
+            for vector, total in zip(sent, found, strict=True):
+                vector[...] = total
+        self._check_marks(sent[len(vectors) :], how)
         return vectors
 
     def _sums_once(self, vectors: Sequence[np.ndarray], scale: float) -> Sequence[np.ndarray]:

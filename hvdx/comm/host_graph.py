@@ -67,26 +67,21 @@ class HostGraphComm(TensorComm, ArrayComm):
 
     def reduce_group(self, tensors: list[tf.Tensor], how: Reduction, name: str) -> list[tf.Tensor]:
         before = how.predivide if how.average else 1.0
-
-        def after() -> float:
-            # Read when the exchange runs: ranks may have died since the step was traced.
-            return self._factor(how)
-
         # Cast on the tensor's own device: only half the bytes then leave a GPU, and TensorFlow casts several times
         # faster than NumPy.
         sent = [_narrow(t / before if before != 1.0 else t, how.wire) for t in tensors]
         # Only a scalar needs a dimension; `DenseSums` takes arrays of any other shape.
         sent = [t if t.shape.rank else tf.reshape(t, [-1]) for t in sent]
-        sizes = zip(how.sizes, sent, strict=True) if self._overlaps and how.sizes else ()
-        buckets = fill([elements * t.dtype.size for elements, t in sizes])
+        buckets: list[list[int]] = []
+        if self._overlaps and how.sizes:
+            buckets = fill([elements * t.dtype.size for elements, t in zip(how.sizes, sent, strict=True)])
         marks = name if how.of_step and sent[0].dtype.is_floating else ""
         if len(buckets) > 1:
-            received = in_order(lambda: self._sums_behind(sent, buckets, after, marks))
+            received = in_order(lambda: self._sums_behind(sent, buckets, how, marks))
         else:
 
             def sums(vectors: Sequence[np.ndarray]) -> Sequence[npt.ArrayLike]:
-                found = self._sums(marked(vectors, marks), after)
-                self._check_marks(found[len(vectors) :], after)
+                self._sums(vectors, how, marks)
                 return ()
 
             _, received = change(sums, sent)
@@ -94,21 +89,21 @@ class HostGraphComm(TensorComm, ArrayComm):
         return [tf.cast(r, t.dtype) for r, t in zip(received, tensors, strict=True)]
 
     def _sums_behind(
-        self, sent: list[tf.Tensor], buckets: list[list[int]], scale: Callable[[], float], marks: str
+        self, sent: list[tf.Tensor], buckets: list[list[int]], how: Reduction, marks: str
     ) -> list[tf.Tensor]:
         """Make operations that sum vectors in buckets, in a thread, while the vectors of other buckets are computed."""
 
         def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
             def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
                 own_marks = marks if number == len(buckets) - 1 else ""
-                self._behind.give(number, marked(vectors, own_marks), scale())
+                self._behind.give(number, marked(vectors, own_marks), self._factor(how))
                 return [np.int64(number)]
 
             return work
 
         def take(*_: npt.ArrayLike) -> list[npt.ArrayLike]:
             found = [sums for bucket in self._behind.take(len(buckets)) for sums in bucket]
-            self._check_marks(found[len(positions) :], scale)
+            self._check_marks(found[len(positions) :], how)
             return [np.int64(0), *(found[positions[i]] for i in copied)]
 
         positions = np.argsort([i for bucket in buckets for i in bucket]).tolist()

@@ -12,7 +12,6 @@ this property too, but it would add each element in another order, and round par
 """
 
 import functools
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -101,7 +100,7 @@ class DenseSums:
             ExchangeError: if ranks do not join within the time limit.
         """
         vectors = [array.reshape(-1) for array in arrays]
-        sizes, itemsize = tuple(v.size for v in vectors), vectors[0].itemsize
+        sizes, itemsize = tuple(map(np.size, vectors)), vectors[0].itemsize
         needed = min(sum(sizes) * itemsize, self._block)
         if self._local is not None and needed > self._capacity:
             self._share(needed)
@@ -156,7 +155,7 @@ class DenseSums:
         assert self._local is not None
         dtype, begin = vectors[0].dtype, self._turn % _SLOTS * self._capacity
         self._turn += 1
-        size = sum(high - low for _, low, high in block)
+        size = sum([high - low for _, low, high in block])
         slots = [array[begin : begin + size * dtype.itemsize].view(dtype) for array in self._shared]
         return _Staged(vectors, block, slots, self._local.rank)
 
@@ -184,11 +183,10 @@ class _Staged:
 
     def __init__(self, vectors: Sequence[np.ndarray], block: "Block", slots: Sequence[np.ndarray], rank: int):
         self._slots, self._rank, size = slots, rank, slots[0].size
-        self._begin, self._end = (position * size // len(slots) for position in (rank, rank + 1))
-        borders = (0, self._begin, self._end, size)
-        self._before, self._own, self._after = (
-            [vectors[i][low:high] for i, low, high in _within(block, *pair)] for pair in itertools.pairwise(borders)
-        )
+        self._begin, self._end = rank * size // len(slots), (rank + 1) * size // len(slots)
+        self._before = _within(vectors, block, 0, self._begin)
+        self._own = _within(vectors, block, self._begin, self._end)
+        self._after = _within(vectors, block, self._end, size)
         self._stays = self._end - self._begin >= len(self._own) * _CHUNK
 
     def write(self) -> None:
@@ -257,18 +255,18 @@ def _blocks(sizes: tuple[int, ...], limit: int, apart: int = 0) -> list[Block]:
     return blocks
 
 
-def _within(block: Block, begin: int, end: int) -> Block:
-    """Return the parts of a block from one of its elements up to another.
+def _within(vectors: Sequence[np.ndarray], block: Block, begin: int, end: int) -> list[np.ndarray]:
+    """Return the parts of vectors that are in a block, from one of its elements up to another.
 
     Example:
-        >>> _within([(0, 5, 9), (1, 0, 3)], 1, 6)
-        [(0, 6, 9), (1, 0, 2)]
+        >>> _within([np.arange(9), np.arange(3)], [(0, 5, 9), (1, 0, 3)], 1, 6)
+        [array([6, 7, 8]), array([0, 1])]
     """
     found, offset = [], 0
     for index, low, high in block:
         first, last = max(low, low + begin - offset), min(high, low + end - offset)
         if first < last:
-            found.append((index, first, last))
+            found.append(vectors[index][first:last])
         offset += high - low
     return found
 

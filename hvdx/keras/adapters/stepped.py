@@ -192,7 +192,7 @@ class SteppedGradients(SteppedExchange):
         super().__init__(strategy, comm, optimizer, name, gain)
         self._sums: GivenSums | None = None
         self._unwatch: Callable[[], None] | None = None
-        self._may_watch = False
+        self._may_watch = self._asked = False
         # Gradients of the present step that were given, by number, in a step whose pass is watched; and their weight.
         self._given: dict[int, Gradient] | None = None
         self._weight = 1.0
@@ -207,7 +207,7 @@ class SteppedGradients(SteppedExchange):
         super().close()
 
     def expect_one_pass(self) -> None:
-        self._may_watch = True
+        self._may_watch = not self._asked
 
     def begin_batch(self, rows: float | None) -> None:
         super().begin_batch(rows)
@@ -227,7 +227,7 @@ class SteppedGradients(SteppedExchange):
 
     def _watch(self, gradients: Sequence[Gradient]) -> None:
         """Let the exchange begin within the backward pass in the next steps, if it can on all ranks. Collective."""
-        self._may_watch = False
+        self._may_watch, self._asked = False, True
         sums = None if self._exchange is None else self._exchange.given_sums()
         if sums is None:
             return

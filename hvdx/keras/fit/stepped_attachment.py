@@ -39,8 +39,6 @@ class SteppedAttachment(Attachment):
         self._build_optimizer()
         self._optimizers = optimizers_of(model)
         self.adapters = [self._attach(o, f"fit.{i}") for i, o in enumerate(self._optimizers)]  # type: ignore[misc]
-        if len(self.adapters) == 1 and type(model).train_step is keras.Model.train_step:
-            self.adapters[0].expect_one_pass()
         if keras.backend.backend() == "torch" and model.jit_compile:
             self._jit_compile, model.jit_compile = model.jit_compile, False
         stepped().prepare(threads_for(self._comm.local_size).threads)
@@ -49,6 +47,8 @@ class SteppedAttachment(Attachment):
     def _make_function(self) -> None:
         model, kind = self.model, type(self.model)
         standard = kind.train_step is keras.Model.train_step and kind.compute_loss is keras.Model.compute_loss
+        if len(self.adapters) == 1 and kind.train_step is keras.Model.train_step:
+            self.adapters[0].expect_one_pass()
         # Another function each time: JAX keeps the trace of one that it knows, with the adapters that were there then.
         restore_train_step(model)
         wrap_train_step(model, functools.partial(self._with_losses, standard))
