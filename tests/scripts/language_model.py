@@ -2,7 +2,7 @@
 
 import keras
 import numpy as np
-from keras import layers
+from keras import layers, ops
 
 import hvdx
 
@@ -28,7 +28,7 @@ class Generate(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         written = list(codes[:length])
         for _ in range(4):
-            written.append(int(np.argmax(self.model(np.array([written[-length:]]))[0, -1])))
+            written.append(int(ops.argmax(self.model(np.array([written[-length:]]))[0, -1])))
         print(f"epoch {epoch + 1}:", "".join(letters[i] for i in written[length:]))
 
 
