@@ -50,7 +50,7 @@ class GraphModel(keras.Model):
 
 model = GraphModel(x, edges)
 model.compile(
-    keras.optimizers.SGD(0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+    keras.optimizers.SGD(0.2), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
 )
 model.fit(
     hvdx.shard((np.arange(256), kind[:256]), global_batch_size=32),
