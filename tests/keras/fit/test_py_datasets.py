@@ -2,10 +2,13 @@
 
 # Tests: hvdx/keras/fit/callback_list.py
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvdx.keras.fit import callback_list, py_datasets
 from hvdx.keras.seams.frames import epoch_iterator
@@ -87,6 +90,18 @@ def test_epoch_that_ends_early(repeats, workers):
     else:
         assert model.epochs == [[0, 1, 2]] * 4
         assert len(data.hooks) // 2 == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_passes_of_python_code_begin_and_end(workers):
+    data = Numbers(workers=workers)
+    iterator = EpochIterator(data)
+    finish = py_datasets.begin_passes(iterator, 100)
+    steps = getattr(iterator, "_enumerate_iterator", None) or iterator.enumerate_epoch
+    numbers = [int(next(item[-1])[0][0, 0]) for _ in range(4) for item in itertools.islice(steps(), STEPS)]
+    finish()
+    assert numbers == [i % LENGTH for i in range(4 * STEPS)]
+    assert data.hooks == ["begin", "end"] * 3
 
 
 def test_other_data_are_left_alone():
