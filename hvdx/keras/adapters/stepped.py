@@ -192,6 +192,7 @@ class SteppedGradients(SteppedExchange):
         super().__init__(strategy, comm, optimizer, name, gain)
         self._sums: GivenSums | None = None
         self._unwatch: Callable[[], None] | None = None
+        self._watched: list[Variable] = []
         self._may_watch = self._asked = False
         # Gradients of the present step that were given, by number, in a step whose pass is watched; and their weight.
         self._given: dict[int, Gradient] | None = None
@@ -211,7 +212,8 @@ class SteppedGradients(SteppedExchange):
 
     def begin_batch(self, rows: float | None) -> None:
         super().begin_batch(rows)
-        if self._sums is not None:
+        # A callback may freeze layers.
+        if self._sums is not None and all(v.trainable for v in self._watched):
             self._weight, self._given = self.share(rows), {}
 
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -233,7 +235,7 @@ class SteppedGradients(SteppedExchange):
             return
         self._unwatch = stepped().watch_gradients(self.variables, gradients, self._give)
         if not self.comm.any_true(self._unwatch is None):
-            self._sums = sums
+            self._sums, self._watched = sums, list(self.variables)
 
     def _give(self, number: int, gradient: Gradient, array: np.ndarray) -> None:
         """Hand over a gradient that the backward pass of a training step has computed."""
@@ -249,12 +251,12 @@ class SteppedGradients(SteppedExchange):
     def _check_given(self, gradients: Sequence[Gradient]) -> None:
         """Raise ExchangeError if the optimiser is given other gradients than were sent."""
         given, self._given = self._given or {}, None
-        others = [i for i, g in enumerate(gradients) if given.get(i) is not g]
-        if others:
+        sent = [given.get(i) for i in range(len(self._watched))]
+        if len(sent) != len(gradients) or any(a is not b for a, b in zip(sent, gradients, strict=True)):
             raise ExchangeError(
-                f"variable {self.specs[others[0]].name}: expected the gradient of the backward pass, as in the first "
-                "step, which has been sent; got another one. Do: AllReduce(groups=2), which sends nothing before the "
-                "end of the pass."
+                f"{self.name}: expected the gradients of the backward pass, as in the first step, which are sent while "
+                "it computes others; got others. Do: AllReduce(groups=2), which sends nothing before the pass has "
+                "ended."
             )
 
     def _take_sums(self, arrays: list[np.ndarray]) -> Sequence[np.ndarray]:
