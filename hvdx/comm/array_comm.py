@@ -107,7 +107,7 @@ class ArrayComm(GraphComm):
             return None
 
         def give(number: int, vectors: Sequence[np.ndarray]) -> None:
-            self._behind.give(number, marked(vectors, name if number == len(buckets) - 1 else ""), self._factor(how))
+            self._give_bucket(number, buckets, vectors, how, name)
 
         def take(count: int) -> list[Sequence[np.ndarray]]:
             *found, last = self._behind.take(count)
@@ -116,8 +116,14 @@ class ArrayComm(GraphComm):
 
         return GivenSums(buckets, lambda array: self._vector(array, how), give, take)
 
+    def _give_bucket(
+        self, number: int, buckets: Sequence[Sequence[int]], vectors: Sequence[np.ndarray], how: Reduction, marks: str
+    ) -> None:
+        """Hand over a bucket of a step to the thread; the last one has the marks, see `_sums`."""
+        self._behind.give(number, marked(vectors, marks if number == len(buckets) - 1 else ""), self._factor(how))
+
     def _vector(self, tensor: np.ndarray, how: Reduction) -> np.ndarray:
-        """Return an array as it is sent."""
+        """Return the vector that is sent for an array: divided by `predivide`, and cast to the network's dtype."""
         before = how.predivide if how.average else 1.0
         sent = tensor / tensor.dtype.type(before) if before != 1.0 else tensor
         # Within a host nothing is sent, and a cast would cost time and digits.

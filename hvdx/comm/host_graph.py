@@ -10,7 +10,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from hvdx.comm import failure
-from hvdx.comm.array_comm import ArrayComm, marked
+from hvdx.comm.array_comm import ArrayComm
 from hvdx.comm.buckets import fill
 from hvdx.comm.interfaces import Comm, Reduction
 from hvdx.comm.launcher import usable_cores
@@ -95,8 +95,7 @@ class HostGraphComm(TensorComm, ArrayComm):
 
         def give(number: int) -> Callable[..., Sequence[npt.ArrayLike]]:
             def work(_: npt.ArrayLike, *vectors: np.ndarray) -> Sequence[npt.ArrayLike]:
-                own_marks = marks if number == len(buckets) - 1 else ""
-                self._behind.give(number, marked(vectors, own_marks), self._factor(how))
+                self._give_bucket(number, buckets, vectors, how, marks)
                 return [np.int64(number)]
 
             return work

@@ -142,9 +142,8 @@ class AllReduceExchange(Exchange[Tensor]):
         self.sent = ring_bytes(sum(self._bytes), comm.size)
 
     def step(self, tensors: Sequence[Tensor], finite: bool = True) -> list[Tensor]:
-        in_rows = [n for n, t in zip(self._bytes, tensors, strict=False) if hasattr(t, "indices")]
-        if in_rows and self.row_itemsize != 0:
-            self.sent = ring_bytes(sum(self._bytes) - sum(in_rows), self._comm.size)
+        in_rows = [i for i, t in enumerate(tensors) if self.row_itemsize != 0 and hasattr(t, "indices")]
+        self.sent = ring_bytes(sum(self._bytes) - sum(self._bytes[i] for i in in_rows), self._comm.size)
         return self._comm.all_reduce(tensors, self._how, self._name)
 
     def given_sums(self) -> GivenSums | None:

@@ -20,6 +20,8 @@ from hvdx.cli.horovod_build.needs import is_supported
 from hvdx.version import __version__
 
 _INSTALL_TENSORFLOW = "pip install 'tensorflow-cpu>=2.16,<2.22' 'keras>=3.6'"
+# Oldest versions of the others, as in pyproject.toml.
+_OLDEST = {"jax": "0.4.36", "torch": "2.4"}
 # Backends of Keras: name, how to install it, and how with CUDA.
 _BACKENDS = {
     "tensorflow": (
@@ -27,10 +29,14 @@ _BACKENDS = {
         _INSTALL_TENSORFLOW,
         "pip install 'tensorflow[and-cuda]>=2.16,<2.22' of the installed version",
     ),
-    "jax": ("JAX", "pip install 'jax>=0.4.36'", "pip install 'jax[cuda13]' or 'jax[cuda12]', as the driver has it"),
+    "jax": (
+        "JAX",
+        f"pip install 'jax>={_OLDEST['jax']}'",
+        "pip install 'jax[cuda13]' or 'jax[cuda12]', as the driver has it",
+    ),
     "torch": (
         "PyTorch",
-        "pip install 'torch>=2.4'",
+        f"pip install 'torch>={_OLDEST['torch']}'",
         "a PyTorch with CUDA, as https://pytorch.org/get-started/locally says",
     ),
 }
@@ -101,7 +107,7 @@ def framework(found: Finding) -> list[Check]:
             install += ", or choose another backend there"
         return [Check(name, "problem", why, install)]
     if backend != "tensorflow":
-        return [_at_least(install.strip("'").partition(">=")[2], version, Check(name, "ok", version), install)]
+        return [_at_least(_OLDEST[backend], version, Check(name, "ok", version), install)]
     if not is_supported(version):
         return [Check(name, "problem", f"{version}; hvdx requires 2.16 to 2.21", install)]
     return [Check(name, "ok", version + (", with CUDA" if found.facts.get("cuda") else ", CPU"))]

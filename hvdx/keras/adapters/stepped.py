@@ -242,7 +242,7 @@ class SteppedGradients(SteppedExchange):
         if self._given is None or self._sums is None:
             return
         if holds_bad(array) and not self._first_bad[0]:
-            self._first_bad = self.steps.numpy() + 1, self.specs[number].name
+            self._first_bad = self.steps.numpy() + 1, self._watched[number].path
         if self._weight != 1.0:
             array *= array.dtype.type(self._weight)
         self._sums.give(number, array)

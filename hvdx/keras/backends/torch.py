@@ -77,7 +77,12 @@ def watch_gradients(
             note(number, gradient, _array(gradient))
 
     hooks = [p.register_post_accumulate_grad_hook(functools.partial(noted, i)) for i, p in enumerate(parameters)]
-    return lambda: [hook.remove() for hook in hooks].clear()
+
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return end
 
 
 def around(function: Method, note: Callable[[object], None]) -> Method:

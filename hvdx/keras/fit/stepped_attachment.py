@@ -88,7 +88,7 @@ class SteppedAttachment(Attachment):
         self._first = False
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Check that the step went through the optimisers, and exchange what is due; see `Attachment`."""
+        """Check that the optimisers took the step, and do the exchanges that are due; see `Attachment`."""
         self._check_step()
         for adapter in self.adapters:
             if adapter.due(self.model.steps_per_execution):
