@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -26,8 +27,9 @@ from hvdx.comm import buckets
 from hvdx.errors import ConfigError, ExchangeError, ReplicaError
 from hvdx.keras import Distribute
 from hvdx.keras.adapters import optimizer as optimizer_adapters
+from hvdx.keras.fit import array_batches, replicas
 from hvdx.keras.fit import data as fit_data
-from hvdx.keras.fit import replicas
+from hvdx.keras.fit.arrays import rows_at
 from hvdx.keras.variables import view_of
 from tests.launch import ROOT
 
@@ -307,6 +309,39 @@ def a_checkpoint_resumes() -> None:
     if os.path.exists(of_one_process):
         # One process has taken the steps of two epochs in its first.
         assert int(view_of(saved(4, of_one_process).optimizer.iterations)) == (2 + 3) * 16
+
+
+@check
+def a_slow_worker_takes_fewer_rows_of_the_same_step() -> None:
+    comm, rows = world.start(), 16
+    sizes: list[int] = []
+
+    def slowly(arrays: object, at: np.ndarray) -> object:
+        time.sleep(len(at) * (6e-3 if comm.rank == 1 else 6e-4))
+        sizes.append(len(at))
+        return rows_at(arrays, at)
+
+    words, classes, of_words, _ = data(40 * rows)
+    masked = functools.partial(mlp, each_word=True, mask=True)
+    for make, y, strategy in (
+        (mlp, classes, "all_reduce"),
+        (masked, of_words, "all_reduce"),
+        (mlp, classes, "threshold"),
+    ):
+        sizes.clear()
+        one, made = compiled(make()), compiled(make())
+        logs = one.fit(hvdx.shard((words, y), rows, rank=0, size=1), verbose=0).history
+        share = hvdx.shard((words, y), global_batch_size=rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(array_batches, "rows_at", slowly)
+            balanced = made.fit(share, verbose=0, callbacks=[Distribute(strategy, check_every=1)]).history
+        last = comm.all_gather_object(sizes[-1], "rows of the last step")
+        assert last[1] < rows // 2 - 1, last
+        if strategy == "threshold":
+            continue
+        for a, b in zip(made.trainable_variables, one.trainable_variables, strict=True):
+            np.testing.assert_allclose(view_of(a), view_of(b), rtol=1e-5, atol=1e-6, err_msg=a.path)
+        np.testing.assert_allclose(balanced["loss"], logs["loss"], rtol=3e-5)
 
 
 @check

@@ -18,6 +18,7 @@ from hvdx.keras.adapters.rank_local import Owner, declared, rank_local_ids
 from hvdx.keras.backend import tf
 from hvdx.keras.fit import callback_list, data, limits, replicas
 from hvdx.keras.fit.attachment import Attachment
+from hvdx.keras.fit.balance import Balance
 from hvdx.keras.fit.comparison import Comparison
 from hvdx.keras.fit.counting import Counting
 from hvdx.keras.fit.limits import Limit
@@ -375,6 +376,7 @@ class Distribute(Parts):
             State(comm),  # weights without a gradient
             EpochLogs(comm),  # metrics over all ranks
             attachment,  # optimisers and training function
+            Balance(comm, attachment, recording),  # rows of each rank by its speed
             Comparison(comm, attachment),  # of data, models and constants
             Checks(comm, check_every, counting, attachment, sync),  # the same, finite weights on all ranks
             costs,  # of the exchanges

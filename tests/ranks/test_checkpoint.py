@@ -16,10 +16,12 @@ from hvdx import comm as world
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import checkpoint
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
+from hvdx.keras.adapters.rows import taken
 from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.folder import SHARED, Folder, of_rank
 from hvdx.keras.fit import data as shards
 from hvdx.keras.fit import noise
+from hvdx.keras.fit.speeds import Balancer
 from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks, rewrite
 
@@ -138,6 +140,35 @@ def test_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
             np.testing.assert_array_equal(mine[name], array, err_msg=name)
     assert names(folder) == ["epoch-0001", "epoch-0002"]
     assert room or "GB of memory that are free on this host, so the training waits" in capfd.readouterr().err
+
+
+def test_a_division_of_rows_is_resumed_in_mid_epoch(folder, monkeypatch):
+    monkeypatch.setattr(Balancer, "is_due", False)
+    rows, uneven = 4 * hvdx.size(), [1] * (hvdx.size() - 1) + [3 * hvdx.size() + 1]
+    x = np.random.default_rng(1).normal(size=(10 * rows, 8)).astype("float32")
+
+    def trained(divided, epochs, *callbacks):
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile(MOMENTUM["sgd"](), "mse")
+        share = hvdx.shard((x, x[:, :1]), global_batch_size=rows)
+        if divided:
+            shards.divisions()[-1].resume([((-1, -1), [4] * hvdx.size()), ((0, 3), uneven)])
+        before = taken.value()
+        model.fit(share, epochs=epochs, verbose=0, callbacks=[*callbacks, hvd.Distribute()])
+        return model, taken.value() - before
+
+    keras.utils.set_random_seed(1)
+    whole, _ = trained(True, 2)
+    keras.utils.set_random_seed(1)
+    trained(True, 1, hvd.Checkpoint(folder, every="7 steps", keep=9))
+    first, *later = names(folder)
+    if hvdx.rank() == 0:
+        for name in later:
+            shutil.rmtree(folder / name)
+    _everyone("they are gone")
+    resumed, counted = trained(False, 2, hvd.Checkpoint(folder))
+    assert (first[-1], counted) == ("7", 13 * uneven[hvdx.rank()])
+    assert_same(whole, resumed)
 
 
 def test_half_accumulated_gradients_are_resumed(folder):

@@ -1,9 +1,11 @@
 """N workers are one process: the matrix of batches, losses, loops and optimisers, against plain Keras."""
 
-# Tests: hvdx/keras/adapters/rows.py, hvdx/keras/fit/batches.py
+# Tests: hvdx/keras/adapters/rows.py, hvdx/keras/fit/balance.py, hvdx/keras/fit/batches.py
 # Tests: hvdx/keras/seams/losses.py
 
 import functools
+import time
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -238,6 +240,38 @@ def test_loop_of_ones_own_counts_rows():
 
     made = loop(mine, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), network("targets"))
     plain = loop(slice(None), keras.optimizers.Adam(0.01), network("targets"))
+    models.assert_close(made, plain, tolerance=1e-5)
+
+
+class Slow(keras.Model):
+    """A model that computes ten times as long on rank 1."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def train_step(self, data):
+        def pause(x):
+            time.sleep(len(x) * (1e-2 if hvdx.rank() == 1 else 1e-3))
+            self.sizes.append(len(x))
+            return np.float32(0)
+
+        tf.numpy_function(pause, [data[0]], tf.float32)
+        return super().train_step(data)
+
+
+@pytest.mark.graph
+def test_a_slow_worker_takes_fewer_rows_of_the_same_step(capfd, monkeypatch):
+    monkeypatch.setattr(Slow, "sizes", [])
+    data, together = rows(32 * 16), 16
+    arrays = data["x"], data["targets"]
+    made = network("targets", kind=Slow)
+    made.compile(SGD(), "mse")
+    share = hvdx.shard(arrays, global_batch_size=together).map(lambda x, y: (x, y))
+    made.fit(share, verbose=0, callbacks=[hvd.Distribute(check_every=1)])
+    assert hvdx.rank() != 1 or Slow.sizes[-1] <= together // hvdx.size() // 2, Slow.sizes
+    assert ("worker 1 is" in capfd.readouterr().err) == (hvdx.rank() == 0)
+    plain = network("targets")
+    plain.compile(SGD(), "mse")
+    plain.fit(hvdx.shard(arrays, together, rank=0, size=1), verbose=0)
     models.assert_close(made, plain, tolerance=1e-5)
 
 

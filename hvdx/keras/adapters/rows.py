@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
-from hvdx.comm import Comm, GraphComm
+from hvdx.comm import Comm, GraphComm, clock
 from hvdx.comm.interfaces import Reduction
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
@@ -28,6 +28,43 @@ from hvdx.keras.types import Structure
 #: Dtype of numbers of rows; JAX has no float64.
 COUNT = "float32" if backend.name() == "jax" else "float64"
 
+
+class Tally:
+    """A number of this process to which Python adds, and TensorFlow in each step.
+
+    Example:
+        >>> tally = Tally()
+        >>> tally.add(3.0)
+        >>> tally.value()
+        3.0
+    """
+
+    def __init__(self) -> None:
+        self._value = 0.0
+        # Made with the first graph that adds to it.
+        self._in_graph: tf.Variable | None = None
+
+    def value(self) -> float:
+        """Return the sum so far."""
+        return self._value + (0.0 if self._in_graph is None else float(self._in_graph.numpy()))
+
+    def add(self, more: float) -> None:
+        """Add a number."""
+        self._value += more
+
+    def add_in_graph(self, more: tf.Tensor) -> None:
+        """Add a float64 scalar whenever a step runs that is being traced."""
+        with tf.device("CPU:0"):
+            if self._in_graph is None:
+                with tf.init_scope():
+                    self._in_graph = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+            self._in_graph.assign_add(more)
+
+
+#: Rows that this rank has trained where the ranks may have different numbers of them.
+taken = Tally()
+#: Seconds in sums of rows over the ranks, in which this rank waits for those that compute longer.
+waited = Tally()
 
 _NO_ROWS = (
     "fit: the first input of a step has no rows to count, so steps of different sizes cannot be weighed. Do: give all "
@@ -88,18 +125,26 @@ def total(comm: Comm, numbers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor
     if backend.name() != "tensorflow":
 
         def add_up(vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
-            return [comm.all_reduce_sum(v.astype(np.float64), name).astype(v.dtype) for v in vectors]
+            now = clock.timer()
+            begin = now()
+            sums = [comm.all_reduce_sum(v.astype(np.float64), name).astype(v.dtype) for v in vectors]
+            waited.add(now() - begin)
+            return sums
 
         (sums,) = stepped().on_host(add_up, [keras.ops.stack(list(numbers))])
         return [sums[i] for i in range(len(numbers))]
     with tf.device("CPU:0"):
         mine = tf.stack(list(numbers))
+        with tf.control_dependencies([mine]):
+            begin = tf.timestamp()
         if isinstance(comm, GraphComm):
             (sums,) = comm.all_reduce([mine], Reduction(average=False), name)
         else:
             from hvdx.comm.host_graph import on_host
 
             (sums,) = on_host(lambda vector: [comm.all_reduce_sum(vector, name)], [mine], [tf.float64])
+        with tf.control_dependencies([sums]):
+            waited.add_in_graph(tf.timestamp() - begin)
         return tf.unstack(tf.ensure_shape(sums, [len(numbers)]))
 
 

@@ -214,7 +214,10 @@ class SteppedGradients(SteppedExchange):
         super().begin_batch(rows)
         # A callback may freeze layers.
         if self._sums is not None and all(v.trainable for v in self._watched):
+            now = clock.timer()
+            begin = now()
             self._weight, self._given = self.share(rows), {}
+            self._seconds += now() - begin
 
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Combine gradients over the ranks, and measure the time."""

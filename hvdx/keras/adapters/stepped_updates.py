@@ -12,7 +12,7 @@ import numpy as np
 from hvdx.comm import Comm, clock
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
-from hvdx.keras.adapters import second_moments, updates
+from hvdx.keras.adapters import rows, second_moments, updates
 from hvdx.keras.adapters.base import apply_constraints, describe, scaled
 from hvdx.keras.adapters.stepped import SteppedExchange
 from hvdx.keras.backends import stepped
@@ -130,7 +130,10 @@ class SteppedUpdates(OwnOptimizers):
         """Send the change of the weights in this period, add the combined one to the shared weights, and go on."""
         now = clock.timer()
         begin = now()
-        weight, common = self.share(self._rows), [self._common[id(v)] for v in self.variables]
+        weight = self.share(self._rows)
+        rows.waited.add(now() - begin)
+        begin = now()
+        common = [self._common[id(v)] for v in self.variables]
         if self._on_gpu:
             changes = [stepped().flat_update([v.value for v in self.variables], [*self._begun()], weight)]
         else:

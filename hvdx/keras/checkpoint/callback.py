@@ -461,9 +461,12 @@ class Checkpoint(Part):
         drawn = data.state()[0]
         share = None if self._share is None or len(drawn) <= self._share else self._share - len(drawn)
         sizes = self._steps_an_epoch, share, data.samples_per_step(share)
+        histories = [division.history for division in data.divisions()]
         if not self._one_pass and self._drawn is not None:
-            return Data(*data.position_after(self._drawn, self._trained, self._share), *sizes)
-        return Data(self._drawn or (), self._trained, *sizes, self._random) if position.step else Data(drawn, 0, *sizes)
+            return Data(*data.position_after(self._drawn, self._trained, self._share), *sizes, divisions=histories)
+        if not position.step:
+            return Data(drawn, 0, *sizes, divisions=histories)
+        return Data(self._drawn or (), self._trained, *sizes, self._random, histories)
 
     @property
     def steps_done(self) -> int:

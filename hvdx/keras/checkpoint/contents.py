@@ -40,6 +40,7 @@ class Data:
         share: index of the share that is trained on, counted from the newest (-1, -2, ...), or None if unknown.
         samples: number of samples in a step of all ranks together, or None if the share is unknown.
         random: result of `random_states` when the pass through the data began.
+        divisions: `Division.history` of each share whose rows may be divided unevenly, the newest last.
     """
 
     drawn: Sequence[int]
@@ -48,6 +49,7 @@ class Data:
     share: int | None = None
     samples: int | None = None
     random: Mapping[str, np.ndarray] = field(default_factory=dict)
+    divisions: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]] = ()
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def _manifest(
     return {
         "hvdx": __version__,
         "drawn": list(data.drawn),
+        "divisions": list(data.divisions),
         "skip": data.skip,
         "steps": data.steps,
         "share": data.share,

@@ -276,6 +276,9 @@ class LoadedCheckpoint:
         )
         manifest = self._manifest
         data.set_orders(manifest["drawn"])
+        histories = manifest.get("divisions", [])
+        for of_share, history in zip(reversed(data.divisions()), reversed(histories), strict=False):
+            of_share.resume(history)
         position = Position(int(manifest["epoch"]), int(manifest["step"]))
         saved_data = Data(
             random=self._pass, **{name: manifest[name] for name in ("drawn", "skip", "steps", "share", "samples")}

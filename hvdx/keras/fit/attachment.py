@@ -252,6 +252,7 @@ class Attachment(Part):
         count = None
         if self.strategy.counts_samples or not (self.plan.even or self.strategy.asynchronous):
             count = rows.rows_of(data)
+            rows.taken.add_in_graph(count)
         for adapter in self.adapters:
             adapter.begin_step(self._events.append, self.plan.full)
             if count is not None and (self.strategy.counts_samples or self._weighs):
@@ -265,6 +266,11 @@ class Attachment(Part):
         finally:
             for adapter in self.adapters:
                 adapter.begin_step()
+
+    def weigh_by_rows(self) -> None:
+        """Weigh this rank by its rows from the next step on, which is traced anew, as on all ranks."""
+        self.plan = self.plan._replace(even=False)
+        self._make_function()
 
     def _idle_at_the_end(self, kept: Idling | None = None) -> None:
         """Let this rank take part in the steps of the others, if it has fewer batches."""

@@ -79,6 +79,10 @@ def of(callback: keras.callbacks.Callback) -> Batches:
     fixed = bool(shapes) and all(shape[0] is not None for shape in shapes)
     full = shapes[0][0] if fixed else batch_size_of(iterator) or data.batch_size(dataset)
     last = full if fixed else last_batch_of(iterator)
+    division = data.division_in(dataset)
+    if division is not None:
+        # TensorFlow knows no batch size of such a share, whose batches are full wherever they are equal.
+        last = data.batch_size(dataset) if division.is_even else None
     one_pass = iterator is not None and epoch_is_one_pass(iterator)
     known: tuple[str, ...] | None = tuple(str(s[1:]) for s in shapes)
     if backend.name() != "tensorflow":

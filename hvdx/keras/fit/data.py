@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -15,8 +15,9 @@ from hvdx.keras import backend
 from hvdx.keras.adapters.stepped import Count
 from hvdx.keras.backend import is_a, is_dataset, tf
 from hvdx.keras.fit import arrays
-from hvdx.keras.fit.agreement import shares
+from hvdx.keras.fit.agreement import pipeline, shares
 from hvdx.keras.fit.array_batches import ArrayBatches, loses_one, shuffled
+from hvdx.keras.fit.divisions import Division, Position
 from hvdx.keras.joining import join
 from hvdx.keras.seams.frames import is_build
 from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, set_batch_size
@@ -27,6 +28,8 @@ Share: TypeAlias = "tf.data.Dataset | ArrayBatches"
 
 # Positions in the order of a share of arrays that NumPy draws at a time: a call takes some milliseconds.
 _POSITIONS = 1 << 14
+# Steps whose positions are drawn at a time where the division among the ranks may change.
+_AHEAD = 4
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
 
@@ -34,6 +37,8 @@ _BUFFER = 10_000
 # the pair of TensorFlow's global seed and the seed of `shard`.
 _shares: list[_Share] = []
 _seeds: list[tuple[int, int]] = []
+# The shares whose rows may be divided unevenly.
+_divisions: weakref.WeakKeyDictionary[Share, Division] = weakref.WeakKeyDictionary()
 
 
 class _Share(NamedTuple):
@@ -119,6 +124,7 @@ def shard(
     drop_remainder: bool = True,
     steps: int | None = None,
     initial_epoch: int = 0,
+    balance: Literal["auto", "off"] | Sequence[tuple[Position, Sequence[int]]] = "auto",
     rank: int | None = None,
     size: int | None = None,
 ) -> Any:
@@ -145,6 +151,9 @@ def shard(
             batches are then smaller, and the numbers of steps may differ by one between ranks.
         steps: steps an epoch; required for a dataset of unknown size.
         initial_epoch: number of the first epoch, on which its order depends; arrays only.
+        balance: "auto": with `global_batch_size`, arrays and full steps, a rank that computes more slowly than others
+            takes fewer of the rows of each step, which stays the same step. "off": all take as many. Or the changes
+            of an earlier run: pairs of a position (number of the order, step in it) and each rank's rows from there on.
         rank, size: rank whose share is returned, and number of ranks; by default those of this process.
 
     Returns:
@@ -169,6 +178,7 @@ def shard(
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
     batch = _batch(batch_size, global_batch_size, size)
     compared = size == joined.size > 1
+    division = _division(balance, global_batch_size, size, compared and not dealt and drop_remainder)
     in_pipeline = is_a(data, "data.Dataset") or backend.name() == "tensorflow"
     place = _Place.of(rank, size, in_pipeline) if dealt else _Place(rank, size)
 
@@ -190,10 +200,14 @@ def shard(
     if batch is None:
         raise ConfigError("shard: batch_size: expected the samples a step on each rank, got None.")
     training, validation = (tensors, None) if validation_split is None else arrays.split(tensors, validation_split)
-    own = _shard_arrays(training, batch, bool(shuffle), seed, drop_remainder, steps, initial_epoch, place, rank, size)
+    own = _shard_arrays(
+        training, batch, bool(shuffle), seed, drop_remainder, steps, initial_epoch, place, rank, size, division
+    )
+    if division is not None:
+        _divisions[own] = division
     if validation is None:
         return marked(own, training, shuffle)
-    held_out = _shard_arrays(validation, batch, False, seed, False, None, 0, place, rank, size)
+    held_out = _shard_arrays(validation, batch, False, seed, False, None, 0, place, rank, size, None)
     return marked(own, training, shuffle), marked(held_out, validation, False)
 
 
@@ -216,6 +230,39 @@ def _batch(batch_size: int | None, global_batch_size: int | None, size: int) -> 
     return int(global_batch_size) // size
 
 
+def _division(balance: object, total: int | None, size: int, measured: bool) -> Division | None:
+    """Return the division of the rows of a step; None if it never changes.
+
+    Args:
+        total: rows of a step on all ranks; None if each rank has a number of its own.
+        measured: whether the ranks of this share train together, in full steps only.
+    """
+    if balance == "off" or (balance == "auto" and (total is None or not measured)):
+        return None
+    if total is None and not isinstance(balance, str):
+        raise ConfigError("shard: balance: expected global_batch_size= beside changes, got none. Give it.")
+    even = [(total or 0) // size] * size
+    if balance == "auto":
+        return Division(even)
+    try:
+        changes = [((int(at[0]), int(at[1])), [int(r) for r in rows]) for at, rows in balance]  # type: ignore[attr-defined]
+    except (TypeError, ValueError, IndexError):
+        changes = [((0, 0), [])]
+    if any(len(rows) != size or sum(rows) != total or min(rows) < 1 for _, rows in changes):
+        raise ConfigError(
+            f'shard: balance: expected "auto", "off", or pairs such as ((0, 100), {even}) of an order and a step, and '
+            f"rows of {size} ranks that add up to {total}; got {balance!r}."
+        )
+    return Division(even, sorted(changes))
+
+
+def division_in(dataset: object) -> Division | None:
+    """Return the division of the share from which a dataset is made; None if there is none, or more than one."""
+    parts = [dataset] if isinstance(dataset, ArrayBatches) else pipeline.datasets(dataset)
+    found = [_divisions[part] for part in parts if part in _divisions]
+    return found[0] if len(found) == 1 else None
+
+
 def _shard_arrays(
     tensors: Structure,
     batch: int,
@@ -227,6 +274,7 @@ def _shard_arrays(
     place: _Place,
     rank: int,
     size: int,
+    division: Division | None,
 ) -> Share:
     count = arrays.length_of(tensors)
     whole = batch * size
@@ -250,7 +298,7 @@ def _shard_arrays(
     if shuffle:
         _shares.append(_Share(weakref.ref(epochs), steps, whole, size))
     if numpy:
-        together = -(-_POSITIONS // batch)
+        together = -(-_POSITIONS // batch) if division is None else _AHEAD
 
         def positions() -> Iterator[np.ndarray]:
             key, rank, size = (seed, epochs.numpy() + 1), int(place.rank), int(place.size)
@@ -258,23 +306,31 @@ def _shard_arrays(
                 epochs.assign_add(1)
             taken = steps if is_fixed else int(_steps_of(count, batch, rank, size))
             for first in range(0, taken, together):
-                at = [rows_of(step, rank, size) for step in range(first, min(first + together, taken))]
+                at = [rows_of(step, key[1], rank, size) for step in range(first, min(first + together, taken))]
                 all_at = shuffled(np.concatenate(at), key, count) if shuffle else np.concatenate(at)
                 yield from np.split(all_at, np.cumsum([len(a) for a in at])[:-1])
 
-        def rows_of(step: int, rank: int, size: int) -> np.ndarray:
+        def rows_of(step: int, epoch: int, rank: int, size: int) -> np.ndarray:
             begin = step * batch * size
             length = min(batch * size, count - begin)
-            return np.arange(begin + rank * length // size, begin + (rank + 1) * length // size)
+            if division is None:
+                return np.arange(begin + rank * length // size, begin + (rank + 1) * length // size)
+            low, high = division.bounds(epoch, step, rank)
+            return np.arange(begin + low, begin + high)
 
         known = steps if is_fixed else None
-        return ArrayBatches(tensors, positions, known, batch, len(rows_of(steps - 1, rank, size)))
+        last = min(batch * size, count - (steps - 1) * batch * size)
+        return ArrayBatches(tensors, positions, known, batch, (rank + 1) * last // size - rank * last // size)
 
     def batch_of(step: tf.Tensor, epoch: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> Structure:
         whole = batch * size
         begin = step * whole
         length = tf.minimum(tf.cast(whole, tf.int64), count - begin)
-        positions = tf.range(begin + rank * length // size, begin + (rank + 1) * length // size)
+        if division is None:
+            low, high = rank * length // size, (rank + 1) * length // size
+        else:
+            low, high = tf.unstack(tf.ensure_shape(tf.numpy_function(bounds, [epoch, step], tf.int64), [2]))
+        positions = tf.range(begin + low, begin + high)
         if shuffle:
             key = tf.stack([tf.constant(seed, tf.int64), epoch])
             if loses_one(count):
@@ -282,9 +338,11 @@ def _shard_arrays(
                 positions = tf.ensure_shape(order, [None])
             else:
                 positions = tf.random.experimental.index_shuffle(positions, key, count - 1)
-        if is_fixed and drop_remainder:
-            positions = tf.ensure_shape(positions, [batch])
+        positions = tf.ensure_shape(positions, [batch if is_fixed and drop_remainder and division is None else None])
         return arrays.rows_at(tensors, positions)
+
+    def bounds(epoch: np.ndarray, step: np.ndarray) -> np.ndarray:
+        return np.array(division.bounds(int(epoch), int(step), rank))  # type: ignore[union-attr]
 
     def epoch_of(_: tf.Tensor) -> tf.data.Dataset:
         epoch = epochs.assign_add(1)
@@ -430,6 +488,11 @@ def hold_shares() -> list[tf.Variable | Count | None]:
 def _living_shares() -> list[_Share]:
     _shares[:] = [share for share in _shares if share.epoch() is not None]
     return _shares
+
+
+def divisions() -> list[Division]:
+    """Return the divisions of the shares that are in use, the newest last."""
+    return list(_divisions.values())
 
 
 def samples_per_step(share: int | None) -> int | None:

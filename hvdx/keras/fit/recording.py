@@ -161,6 +161,16 @@ class Recording:
         if self.on:
             self._line("death", time=self.seconds(), ranks=list(ranks), left=left, seconds=round(seconds, _DECIMALS))
 
+    def divide(self, position: tuple[int, int], rows: Sequence[int]) -> None:
+        """Write a change of the division of a step's rows.
+
+        Args:
+            position: number of the order of the samples, and of the first step in it that the change concerns.
+            rows: rows of each rank.
+        """
+        if self.on:
+            self._line("division", time=self.seconds(), position=list(position), rows=list(rows))
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:

@@ -8,7 +8,7 @@ import keras
 from hvdx.comm import Comm
 from hvdx.comm.launcher import threads_for
 from hvdx.keras.adapters.optimizer import adapter_of, detach, optimizers_of
-from hvdx.keras.adapters.rows import COUNT, rows_in
+from hvdx.keras.adapters.rows import COUNT, rows_in, taken
 from hvdx.keras.adapters.stepped import SteppedAdapter
 from hvdx.keras.backends import stepped
 from hvdx.keras.fit import batches
@@ -78,6 +78,7 @@ class SteppedAttachment(Attachment):
         """Count the rows of a step that begins: the weight of this rank in the exchange after the step."""
         if self.strategy.counts_samples or not self.plan.even:
             rows = rows_in(batch)
+            taken.add(rows)
             for adapter in self.adapters:
                 adapter.add_rows(rows)
 

@@ -1,0 +1,240 @@
+"""Speeds of the ranks, and the rows with which all of them compute equally long.
+
+A rank's computing takes `fixed + per_row * rows` seconds a step. The ranks tell each other these numbers every few
+steps, and all come to the same decision.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# Calls of the training function between two decisions, and seconds, at least. Of fewer than half no median is taken.
+_WINDOW, _INTERVAL = 5, 0.2
+# A line through two points needs rows that differ by this share.
+_APART = 0.1
+# Share of a step's seconds that a division has to save: the first one, which all ranks trace anew, and later ones.
+_FIRST_GAIN, _GAIN = 0.1, 0.04
+# Windows in a row in which the first division has to be worth it, and standard errors of the slowest rank that a
+# division has to save: ranks that are equally fast but for noise keep their rows.
+_CERTAIN, _ERRORS = 2, 2.0
+# Standard error of the median of normal numbers, times the root of their count: a multiple of the quartiles' distance.
+_ERROR_OF_MEDIAN = 0.93
+# Calls after a tracing that are not measured.
+_WARM_UP = 2
+
+
+class Speed(NamedTuple):
+    """Seconds of computing of a rank in a step: `fixed + per_row * rows`."""
+
+    fixed: float
+    per_row: float
+
+    def seconds(self, rows: float) -> float:
+        """Return the seconds of a step with some rows."""
+        return self.fixed + self.per_row * rows
+
+
+class Measured:
+    """Speed of this rank, from the seconds of its steps.
+
+    Attributes:
+        error: standard error of the seconds in the last window.
+
+    Example:
+        >>> measured = Measured()
+        >>> for rows in [10] * 5 + [20] * 5:
+        ...     measured.add(rows, 1.0 + 0.1 * rows)
+        >>> speed = measured.speed()
+        >>> round(speed.fixed, 6), round(speed.per_row, 6)
+        (1.0, 0.1)
+    """
+
+    def __init__(self) -> None:
+        self.error = 0.0
+        self._rows: float | None = None
+        self._window: list[float] = []
+        self._speed: Speed | None = None
+        # Rows and seconds on which the speed rests.
+        self._point: tuple[float, float] | None = None
+
+    def add(self, rows: float, seconds: float) -> None:
+        """Add a step; one that is the first with its rows closes the window of those before."""
+        if rows != self._rows:
+            self.speed()
+            self._rows = rows
+            self._window = []
+        self._window.append(seconds)
+
+    def skip(self) -> None:
+        """Forget the steps since the last window, such as steps that compile."""
+        self._rows, self._window = None, []
+
+    def speed(self) -> Speed | None:
+        """Close the window if it has enough steps, and return the speed; None if it is unknown."""
+        # The median: a pause in one step, such as that of a checkpoint, says nothing of the next steps.
+        if self._rows and 2 * len(self._window) > _WINDOW:
+            low, middle, high = np.percentile(self._window, [25, 50, 75]).tolist()
+            self.error = _ERROR_OF_MEDIAN * (high - low) / math.sqrt(len(self._window))
+            self._learn(self._rows, middle)
+            self._window = []
+        return self._speed
+
+    def _learn(self, rows: float, seconds: float) -> None:
+        before, self._point = self._point, (rows, seconds)
+        if self._speed is None or before is None:
+            self._speed = Speed(0.0, seconds / rows)
+        elif abs(rows - before[0]) > _APART * before[0]:
+            # Both points may be from different times: a speed that changed in between must not turn the line over.
+            slope = (seconds - before[1]) / (rows - before[0])
+            per_row = min(max(slope, 0.1 * seconds / rows), seconds / rows)
+            self._speed = Speed(seconds - per_row * rows, per_row)
+        else:
+            times = seconds / self._speed.seconds(rows)
+            self._speed = Speed(self._speed.fixed * times, self._speed.per_row * times)
+
+
+def divided(total: int, speeds: Sequence[Speed], most: Sequence[int | None] | None = None) -> list[int]:
+    """Return the rows of each rank with which all end their computing together, as far as whole rows allow.
+
+    Args:
+        total: rows of all ranks.
+        speeds: speed of each rank.
+        most: most rows of each rank; None for no limit. Together at least `total`.
+
+    Example:
+        >>> divided(90, [Speed(0.0, 1.0), Speed(0.0, 2.0)])
+        [60, 30]
+    """
+    size = len(speeds)
+    highs = [float(total if limit is None else min(limit, total)) for limit in most or [None] * size]
+    fixed, slope = (np.array(values, np.float64) for values in zip(*speeds, strict=True))
+    # Between these seconds of a step, bisection finds those in which the ranks do all rows; each has at least one.
+    low, high = 0.0, float(max(s.seconds(total) for s in speeds))
+
+    def rows_in(seconds: float) -> np.ndarray:
+        return np.clip((seconds - fixed) / slope, 1.0, highs)
+
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rows_in(middle).sum() < total else (low, middle)
+    wanted = rows_in(high)
+    rows = np.floor(wanted + 1e-9).astype(int)
+    # What is left goes, row by row, to the rank that would end it first.
+    while (left := total - int(rows.sum())) != 0:
+        ends = fixed + slope * (rows + 1) if left > 0 else -(fixed + slope * rows)
+        ends[rows >= np.array(highs) if left > 0 else rows <= 1] = np.inf
+        rows[int(np.argmin(ends))] += 1 if left > 0 else -1
+    return rows.tolist()
+
+
+def slowest(speeds: Sequence[Speed], rows: Sequence[int]) -> float:
+    """Return the seconds of computing of the rank that takes longest."""
+    return max(s.seconds(r) for s, r in zip(speeds, rows, strict=True))
+
+
+class Told(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        speed: its speed if it is known.
+        error: standard error of its seconds of computing.
+        step: seconds of a step with its exchange.
+    """
+
+    speed: Speed | None
+    error: float
+    step: float
+
+
+class Balancer:
+    """Decides on the rows of each rank; all ranks decide alike.
+
+    Args:
+        total: rows of a step on all ranks.
+
+    Attributes:
+        is_due: True if the ranks are to tell each other their speeds after this call.
+        speeds: speeds of the ranks at the last decision.
+
+    Example:
+        >>> fast, slow = Balancer(12), Balancer(12)
+        >>> for _ in range(12):
+        ...     fast.add(6, 0.06, 0.12)
+        ...     slow.add(6, 0.12, 0.12)
+        >>> fast.is_due, fast.decide([fast.tell(), slow.tell()], [6, 6], first=True)
+        (True, None)
+        >>> for _ in range(5):
+        ...     fast.add(6, 0.06, 0.12)
+        ...     slow.add(6, 0.12, 0.12)
+        >>> fast.is_due, fast.decide([fast.tell(), slow.tell()], [6, 6], first=True)
+        (True, [8, 4])
+    """
+
+    def __init__(self, total: int):
+        self._total = total
+        self._measured = Measured()
+        self._calls, self._due, self._cold = 0, 2 * _WINDOW, _WARM_UP
+        self._steps: list[float] = []
+        self._certain = 0
+        self.speeds: list[Speed] = []
+
+    @property
+    def is_due(self) -> bool:
+        return self._calls >= self._due
+
+    def add(self, rows: float, computing: float, step: float) -> None:
+        """Add a call of the training function.
+
+        Args:
+            rows: rows of a step of this rank.
+            computing: seconds of computing of a step.
+            step: seconds of a step with its exchange.
+        """
+        self._calls += 1
+        if self._cold:
+            self._cold -= 1
+            return
+        self._steps.append(step)
+        self._measured.add(rows, computing)
+
+    def skip(self) -> None:
+        """Count a call that was not measured."""
+        self._calls += 1
+
+    def tell(self) -> Told:
+        """Return what this rank tells the others."""
+        step = statistics.median(self._steps) if self._steps else 0.0
+        self._steps = []
+        speed = self._measured.speed()
+        return Told(speed, self._measured.error, step)
+
+    def decide(self, everyone: Sequence[Told], rows: Sequence[int], first: bool) -> list[int] | None:
+        """Return new rows of each rank, if they save enough of the seconds of a step.
+
+        Args:
+            everyone: what the ranks have told, in rank order.
+            rows: rows of each rank so far.
+            first: whether the ranks are to trace their steps anew with it.
+        """
+        step = max(told.step for told in everyone)
+        self._due = self._calls + max(_WINDOW, math.ceil(_INTERVAL / step) if step else 0)
+        self.speeds = [told.speed for told in everyone if told.speed is not None]
+        if len(self.speeds) < len(everyone) or not step:
+            return None
+        wanted = divided(self._total, self.speeds)
+        seconds = [speed.seconds(r) for speed, r in zip(self.speeds, rows, strict=True)]
+        gain = max(seconds) - slowest(self.speeds, wanted)
+        error = everyone[seconds.index(max(seconds))].error
+        least = max((_FIRST_GAIN if first else _GAIN) * step, _ERRORS * error)
+        self._certain = self._certain + 1 if gain > least else 0
+        if self._certain < (_CERTAIN if first else 1):
+            return None
+        self._certain = 0
+        if first:
+            self._cold = _WARM_UP
+        return wanted

@@ -1,0 +1,88 @@
+"""Divisions of the rows of each step that change while virtual ranks draw ahead of each other."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hvdx
+from hvdx.errors import ConfigError
+from hvdx.keras import backend
+from hvdx.keras.fit.divisions import Division
+
+STEPS = 7
+
+
+@given(st.integers(2, 4), st.lists(st.integers(0, 9), max_size=60), st.data())
+def test_each_row_belongs_to_one_rank_in_whatever_order_ranks_draw_and_agree(size, events, data):
+    even = [4] * size
+    divisions, places, drawn = [Division(even) for _ in range(size)], [0] * size, [{} for _ in range(size)]
+
+    def draw(rank):
+        place, places[rank] = places[rank], places[rank] + 1
+        drawn[rank][place] = divisions[rank].bounds(*divmod(place, STEPS), rank)
+
+    for event in events:
+        if event < size:
+            draw(event)
+        elif event == 9:
+            ends = np.sort(
+                data.draw(st.lists(st.integers(1, 4 * size - 1), min_size=size - 1, max_size=size - 1, unique=True))
+            )
+            rows = np.diff([0, *ends, 4 * size]).tolist()
+            at = max(division.hold() for division in divisions)
+            for division in divisions:
+                division.change(at, rows)
+    for rank in range(size):
+        while places[rank] < max(places):
+            draw(rank)
+    for place in range(max(places)):
+        ends = [drawn[rank][place] for rank in range(size)]
+        assert (ends[0][0], ends[-1][1]) == (0, 4 * size)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
+    assert len({tuple(division.history) for division in divisions}) == 1
+
+
+def test_a_pipeline_waits_at_the_position_that_is_held_and_no_earlier():
+    division, found = Division([4, 4]), []
+    division.rows_at((0, 2))
+    assert division.hold() == (0, 3)
+    assert division.rows_at((0, 1)) == (4, 4)
+    thread = threading.Thread(target=lambda: found.append(division.rows_at((0, 3))), daemon=True)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert not found
+    division.change((0, 3), [7, 1])
+    thread.join(5)
+    assert found == [(7, 1)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("framework", ["tensorflow", "jax"])
+def test_any_division_is_the_step_of_one_process(framework, shuffle, monkeypatch):
+    monkeypatch.setattr(backend, "name", lambda: framework)
+    changes = [((0, 2), [1, 5, 6]), ((1, 0), [4, 4, 4]), ((1, 1), [10, 1, 1])]
+    shares = [
+        hvdx.shard(np.arange(50), global_batch_size=12, shuffle=shuffle, balance=changes, rank=r, size=3)
+        for r in range(3)
+    ]
+    whole = hvdx.shard(np.arange(50), 12, shuffle=shuffle, rank=0, size=1)
+    for sizes in ([[4, 4, 4]] * 2 + [[1, 5, 6]] * 2, [[4, 4, 4]] + [[10, 1, 1]] * 3):
+        steps = list(zip(*([np.asarray(b) for b in share] for share in shares), strict=True))
+        assert [[len(b) for b in step] for step in steps] == sizes
+        assert [np.concatenate(step).tolist() for step in steps] == [np.asarray(b).tolist() for b in whole]
+
+
+@pytest.mark.parametrize("balance", ["on", [((0, 0), [3, 3])], [((0, 0), [8, 0])], [(0, [4, 4])]])
+def test_a_wrong_balance_is_an_error(balance):
+    with pytest.raises(ConfigError, match="shard: balance: expected"):
+        hvdx.shard(np.arange(16), global_batch_size=8, balance=balance, rank=0, size=2)
+
+
+def test_changes_need_the_batch_of_all_ranks():
+    with pytest.raises(ConfigError, match="global_batch_size= beside changes"):
+        hvdx.shard(np.arange(16), 4, balance=[((0, 0), [5, 3])], rank=0, size=2)
