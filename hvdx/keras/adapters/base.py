@@ -259,6 +259,11 @@ class Adapter:
         """Return the cost of the exchanges since `reset`."""
         raise NotImplementedError
 
+    def seconds_away(self) -> float:
+        """Return the seconds since `reset` in which this rank waited for others, or sent and received."""
+        cost = self.cost()
+        return cost.waiting + cost.exchanging
+
     @property
     def telemetries(self) -> list[Telemetry] | None:
         """Counters that the open exchanges update; None for an adapter whose counters are in the graph, see `cost`."""

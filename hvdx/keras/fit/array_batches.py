@@ -1,5 +1,6 @@
 """Batches of NumPy arrays, which a fit on JAX or PyTorch reads in the order of TensorFlow's `index_shuffle`."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
@@ -76,35 +77,44 @@ def shuffled(positions: np.ndarray, key: Sequence[int], count: int) -> np.ndarra
     word = max(bits + bits % 2, _BLOCK) // 2
     mask = (1 << word) - 1
     keys = [k & 0xFFFFFFFF & mask for k in (_FIRST_KEY, *key)]
-
-    def rotated(x: np.ndarray, by: int) -> np.ndarray:
-        return (x << np.uint64(by) | x >> np.uint64(word - by)) & np.uint64(mask)
-
-    def mixed(x: np.ndarray) -> np.ndarray:
-        return rotated(x, 1) & rotated(x, 8) ^ rotated(x, 2)
-
     last = np.array(keys[2], np.uint64)
-    keys.append((_C ^ _Z & 1 ^ keys[0] ^ int(rotated(last, word - 3)) ^ int(rotated(last, word - 4))) & mask)
-
-    def encrypted(values: np.ndarray) -> np.ndarray:
-        left, right = values.astype(np.uint64) >> np.uint64(word), values.astype(np.uint64) & np.uint64(mask)
-        for i in range(0, _ROUNDS, 2):
-            left ^= mixed(right) ^ np.uint64(keys[i])
-            right ^= mixed(left) ^ np.uint64(keys[i + 1])
-        return (left << np.uint64(word) | right).astype(np.int64)
-
+    turned = int(_rotated(last, word - 3, word)) ^ int(_rotated(last, word - 4, word))
+    keys.append((_C ^ _Z & 1 ^ keys[0] ^ turned) & mask)
     if 2 * word == _BLOCK:
-        # Few of the block's values may be positions. `steps[i]` is the result of up to 2^n encryptions of i.
-        values = np.arange(1 << _BLOCK)
-        once = encrypted(values)
-        steps = np.where(values < count, values, once)
-        for _ in range(_BLOCK):
-            steps = steps[steps]
-        return steps[once[positions]]
-    found = encrypted(positions)
+        return _small_order(tuple(keys), count)[positions]
+    found = _encrypted(positions, keys, word)
     while len(outside := np.flatnonzero(found >= count)):
-        found[outside] = encrypted(found[outside])
+        found[outside] = _encrypted(found[outside], keys, word)
     return found
+
+
+def _rotated(x: np.ndarray, by: int, word: int) -> np.ndarray:
+    return (x << np.uint64(by) | x >> np.uint64(word - by)) & np.uint64((1 << word) - 1)
+
+
+def _encrypted(values: np.ndarray, keys: Sequence[int], word: int) -> np.ndarray:
+    def mixed(x: np.ndarray) -> np.ndarray:
+        return _rotated(x, 1, word) & _rotated(x, 8, word) ^ _rotated(x, 2, word)
+
+    left = values.astype(np.uint64) >> np.uint64(word)
+    right = values.astype(np.uint64) & np.uint64((1 << word) - 1)
+    for i in range(0, _ROUNDS, 2):
+        left ^= mixed(right) ^ np.uint64(keys[i])
+        right ^= mixed(left) ^ np.uint64(keys[i + 1])
+    return (left << np.uint64(word) | right).astype(np.int64)
+
+
+# It takes some milliseconds, and a share whose rows may be divided anew asks for a few positions at a time.
+@functools.lru_cache(maxsize=2)
+def _small_order(keys: tuple[int, ...], count: int) -> np.ndarray:
+    """Return where all positions are, of which the smallest block may hold many more."""
+    values = np.arange(1 << _BLOCK)
+    once = _encrypted(values, keys, _BLOCK // 2)
+    # `steps[i]` is the result of up to 2^n encryptions of i.
+    steps = np.where(values < count, values, once)
+    for _ in range(_BLOCK):
+        steps = steps[steps]
+    return np.asarray(steps[once[:count]])
 
 
 def loses_one(count: int) -> bool:

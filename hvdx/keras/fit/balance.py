@@ -18,6 +18,9 @@ from hvdx.strategies.contract import EACH_STEP
 
 _log = Log(__name__)
 
+# Seconds over which calls are measured, at least: TensorFlow takes 0.1 ms to read a counter.
+_SPAN = 0.01
+
 
 class Balance(Part):
     """Divide the rows of each step so that all ranks compute equally long.
@@ -34,7 +37,8 @@ class Balance(Part):
         self._division: Division | None = None
         self._balancer = Balancer(0)
         self._now = clock.timer()
-        # At the end of the last call: time, seconds in exchanges, rows.
+        # At the end of the last call that was measured: time, seconds in exchanges, rows; and calls since.
+        self._since = 0
         self._last: tuple[float, float, float] | None = None
 
     def offer(self) -> bool:
@@ -66,19 +70,26 @@ class Balance(Part):
             return
         self._add_step(self._division)
         if self._balancer.is_due:
+            begin = self._now()
             self._meet(self._division)
             if self._last is not None:
-                self._last = (self._now(), *self._last[1:])
+                # The meeting is no computing.
+                self._last = (self._last[0] + self._now() - begin, *self._last[1:])
 
     def _add_step(self, division: Division) -> None:
-        """Measure the call that has ended: all of its time, except for the exchanges, is computing."""
-        costs = [adapter.cost() for adapter in self._attachment.adapters]
-        exchanged = sum(c.waiting + c.exchanging for c in costs) + rows.waited.value()
-        before, self._last = self._last, (self._now(), exchanged, rows.taken.value())
-        if before is None:
+        """Measure the calls since the last time: all of their time, except for the exchanges, is computing."""
+        self._since += 1
+        if self._last is not None and self._now() - self._last[0] < _SPAN:
             self._balancer.skip()
             return
-        steps = self.model.steps_per_execution or 1
+        exchanged = sum(a.seconds_away() for a in self._attachment.adapters) + rows.waited.value()
+        before, self._last = self._last, (self._now(), exchanged, rows.taken.value())
+        if before is None:
+            self._since = 0
+            self._balancer.skip()
+            return
+        steps = (self.model.steps_per_execution or 1) * self._since
+        self._since = 0
         seconds, exchanging, taken = ((b - a) / steps for a, b in zip(before, self._last, strict=True))
         mine = division.latest[self._comm.rank] if self._attachment.plan.even else taken
         self._balancer.add(mine, seconds - exchanging, seconds)

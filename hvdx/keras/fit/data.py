@@ -28,8 +28,8 @@ Share: TypeAlias = "tf.data.Dataset | ArrayBatches"
 
 # Positions in the order of a share of arrays that NumPy draws at a time: a call takes some milliseconds.
 _POSITIONS = 1 << 14
-# Steps whose positions are drawn at a time where the division among the ranks may change.
-_AHEAD = 4
+# Steps whose rows are divided at a time where the division among the ranks may change.
+_AHEAD = 8
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
 
@@ -322,15 +322,17 @@ def _shard_arrays(
         last = min(batch * size, count - (steps - 1) * batch * size)
         return ArrayBatches(tensors, positions, known, batch, (rank + 1) * last // size - rank * last // size)
 
-    def batch_of(step: tf.Tensor, epoch: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> Structure:
-        whole = batch * size
-        begin = step * whole
-        length = tf.minimum(tf.cast(whole, tf.int64), count - begin)
-        if division is None:
-            low, high = rank * length // size, (rank + 1) * length // size
-        else:
-            low, high = tf.unstack(tf.ensure_shape(tf.numpy_function(bounds, [epoch, step], tf.int64), [2]))
-        positions = tf.range(begin + low, begin + high)
+    def even(step: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        begin = step * batch * size
+        length = tf.minimum(tf.cast(batch * size, tf.int64), count - begin)
+        return begin + rank * length // size, begin + (rank + 1) * length // size
+
+    def divided(epoch: np.ndarray, some: np.ndarray) -> np.ndarray:
+        ends = [division.bounds(int(epoch), int(step), rank) for step in some]  # type: ignore[union-attr]
+        return np.array(ends) + some[:, None] * whole
+
+    def batch_of(low: tf.Tensor, high: tf.Tensor, epoch: tf.Tensor) -> Structure:
+        positions = tf.range(low, high)
         if shuffle:
             key = tf.stack([tf.constant(seed, tf.int64), epoch])
             if loses_one(count):
@@ -341,15 +343,19 @@ def _shard_arrays(
         positions = tf.ensure_shape(positions, [batch if is_fixed and drop_remainder and division is None else None])
         return arrays.rows_at(tensors, positions)
 
-    def bounds(epoch: np.ndarray, step: np.ndarray) -> np.ndarray:
-        return np.array(division.bounds(int(epoch), int(step), rank))  # type: ignore[union-attr]
-
     def epoch_of(_: tf.Tensor) -> tf.data.Dataset:
         epoch = epochs.assign_add(1)
         rank, size = place.rank, place.size
         taken = steps if is_fixed else _steps_of(count, batch, rank, size)
         numbered = tf.data.Dataset.range(taken)
-        return numbered.map(lambda step: batch_of(step, epoch, rank, size), num_parallel_calls=2, deterministic=True)
+        if division is None:
+            return numbered.map(
+                lambda step: batch_of(*even(step, rank, size), epoch), num_parallel_calls=2, deterministic=True
+            )
+        # A call of Python takes as long as a small step.
+        ends = numbered.batch(_AHEAD).map(lambda some: tf.numpy_function(divided, [epoch, some], tf.int64))
+        one_by_one = ends.map(lambda pairs: tf.ensure_shape(pairs, [None, 2])).unbatch()
+        return one_by_one.map(lambda pair: batch_of(pair[0], pair[1], epoch), num_parallel_calls=2, deterministic=True)
 
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
     if is_fixed:

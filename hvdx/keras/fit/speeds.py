@@ -19,9 +19,10 @@ _WINDOW, _INTERVAL = 5, 0.2
 _APART = 0.1
 # Share of a step's seconds that a division has to save: the first one, which all ranks trace anew, and later ones.
 _FIRST_GAIN, _GAIN = 0.1, 0.04
-# Windows in a row in which the first division has to be worth it, and standard errors of the slowest rank that a
-# division has to save: ranks that are equally fast but for noise keep their rows.
-_CERTAIN, _ERRORS = 2, 2.0
+# Windows in a row in which the first division has to be worth it, unless it saves so many times what it has to; and
+# standard errors of the slowest rank that a division has to save. Ranks that are equally fast but for noise keep their
+# rows.
+_CERTAIN, _PLAIN, _ERRORS = 2, 3.0, 2.0
 # Standard error of the median of normal numbers, times the root of their count: a multiple of the quartiles' distance.
 _ERROR_OF_MEDIAN = 0.93
 # Calls after a tracing that are not measured.
@@ -163,12 +164,7 @@ class Balancer:
 
     Example:
         >>> fast, slow = Balancer(12), Balancer(12)
-        >>> for _ in range(12):
-        ...     fast.add(6, 0.06, 0.12)
-        ...     slow.add(6, 0.12, 0.12)
-        >>> fast.is_due, fast.decide([fast.tell(), slow.tell()], [6, 6], first=True)
-        (True, None)
-        >>> for _ in range(5):
+        >>> for _ in range(7):
         ...     fast.add(6, 0.06, 0.12)
         ...     slow.add(6, 0.12, 0.12)
         >>> fast.is_due, fast.decide([fast.tell(), slow.tell()], [6, 6], first=True)
@@ -178,7 +174,7 @@ class Balancer:
     def __init__(self, total: int):
         self._total = total
         self._measured = Measured()
-        self._calls, self._due, self._cold = 0, 2 * _WINDOW, _WARM_UP
+        self._calls, self._due, self._cold = 0, _WARM_UP + _WINDOW, _WARM_UP
         self._steps: list[float] = []
         self._certain = 0
         self.speeds: list[Speed] = []
@@ -232,7 +228,7 @@ class Balancer:
         error = everyone[seconds.index(max(seconds))].error
         least = max((_FIRST_GAIN if first else _GAIN) * step, _ERRORS * error)
         self._certain = self._certain + 1 if gain > least else 0
-        if self._certain < (_CERTAIN if first else 1):
+        if self._certain < (_CERTAIN if first and gain < _PLAIN * least else 1):
             return None
         self._certain = 0
         if first:
