@@ -8,6 +8,7 @@ what PyTorch has left there, and both what TensorFlow has.
 import contextlib
 import functools
 import importlib.abc
+import importlib.util
 import operator
 import os
 import re
@@ -227,6 +228,26 @@ def gradients_that_leave_during_the_backward_pass_have_the_same_bits() -> None:
 @check
 def last_batches_that_are_not_full_are_one_process() -> None:
     assert_one_process({"make": mlp, "count": ROWS + 5}, {"make": mlp, "count": ROWS + 5, "weighted": True})
+
+
+def datasets_of_grain_that_each_rank_cuts_are_one_process() -> None:
+    import grain
+
+    words, classes, *_ = data(WHOLE + 3)
+    samples = grain.MapDataset.source([*zip(words, classes, strict=True)])
+    share = samples[hvdx.rank() :: hvdx.size()].batch(WHOLE // hvdx.size()).map(tuple)
+    one, model = compiled(mlp()), compiled(mlp())
+    expected = one.fit(words, classes, WHOLE, epochs=2, shuffle=False, verbose=0).history
+    logs = model.fit(share, epochs=2, shuffle=False, verbose=0, callbacks=[Distribute()]).history
+    for a, b in zip(model.trainable_variables, one.trainable_variables, strict=True):
+        np.testing.assert_allclose(view_of(a), view_of(b), rtol=1e-5, atol=1e-6, err_msg=a.path)
+    np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=3e-5)
+    with pytest.raises(ConfigError, match=re.escape("Do: give fit dataset[hvdx.rank() :: hvdx.size()].batch(n)")):
+        hvdx.shard(samples, WHOLE)
+
+
+if importlib.util.find_spec("grain"):
+    check(datasets_of_grain_that_each_rank_cuts_are_one_process)
 
 
 @check

@@ -173,6 +173,22 @@ def check_batch_size_of():
     assert in_fit(lambda c: iterators.number_of_batches(frames.epoch_iterator(c)), batch_size=4) == 2
     for size, last in ((4, 4), (3, 2), (9, 8)):
         assert in_fit(lambda c: iterators.last_batch_of(frames.epoch_iterator(c)), batch_size=size) == last
+    unknown = SimpleNamespace(batch_size=4, partial_batch_size=None, has_partial_batch=None)
+    assert iterators.last_batch_of(SimpleNamespace(data_adapter=unknown)) is None
+
+
+def check_count_map_dataset():
+    grain = pytest.importorskip("grain")
+    batches = grain.MapDataset.source([*zip(X, Y, strict=True)]).batch(3)
+
+    def seen(data, **options):
+        functions = iterators.count_map_dataset, iterators.batches_of_pass, iterators.last_batch_of
+        return in_fit(lambda c: [f(frames.epoch_iterator(c)) for f in functions], data=data, **options)
+
+    assert seen(batches) == [3, 3, None]
+    assert seen(batches.repeat(), steps_per_epoch=1) == [None, None, None]
+    assert seen(batches.to_iter_dataset(), steps_per_epoch=1) == [None, None, None]
+    assert seen(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4))[:2] == [None, 2]
 
 
 def check_lengthen_epochs():

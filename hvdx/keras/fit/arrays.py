@@ -204,10 +204,14 @@ def _numpy(array: Any, kind: str) -> np.ndarray:
         # Like `fit`: a column becomes [n, 1].
         array = values[:, None] if values.ndim == 1 else values
     elif not hasattr(array, "__array__") and not isinstance(array, (list, *_SINGLE)):
-        raise ConfigError(
-            f"shard: data: expected arrays or a tf.data.Dataset, got {kind}. A PyDataset or a generator divides the "
-            "data itself, by hvdx.rank() and hvdx.size(): give it to fit directly, a generator with steps_per_epoch=."
+        remedy = (
+            "Do: give fit dataset[hvdx.rank() :: hvdx.size()].batch(n); a DataLoader of Grain takes "
+            "ShardOptions(hvdx.rank(), hvdx.size()), and fit steps_per_epoch=."
+            if kind.startswith("grain.")
+            else "A PyDataset or a generator divides the data itself, by hvdx.rank() and hvdx.size(): give it to fit "
+            "directly, a generator with steps_per_epoch=."
         )
+        raise ConfigError(f"shard: data: expected arrays or a tf.data.Dataset, got {kind}. {remedy}")
     try:
         array = np.asarray(array)
     except ValueError as error:

@@ -4,6 +4,8 @@ from hvdx.comm import Comm, progress
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.recording import Recording
+from hvdx.keras.seams.frames import epoch_iterator
+from hvdx.keras.seams.iterators import count_map_dataset
 from hvdx.keras.types import Logs
 from hvdx.report.counters import Counters
 
@@ -49,6 +51,9 @@ class Counting(Part):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Begin the counts of a fit."""
+        batches = count_map_dataset(epoch_iterator(self))
+        # All callbacks have this dictionary.
+        self.params["steps"] = self.params.get("steps") or batches
         self.counters = Counters(size=self._comm.size)
         self.counters.start()
         self._first, self.trained = None, False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, TypeAlias
 
 import keras
@@ -11,7 +12,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
-from hvdx.keras.backend import tf
+from hvdx.keras.backend import is_dataset, tf
 from hvdx.keras.seams.frames import class_weight
 from hvdx.keras.seams.replacing import restore
 from hvdx.keras.types import PyDatasetAdapter, Structure
@@ -68,7 +69,8 @@ def dataset_of(iterator: EpochIterator) -> tf.data.Dataset | OwnBatches | None:
     holder, name = _holder(iterator)
     if isinstance(holder, OwnBatches):
         return holder
-    return getattr(holder, name, None)
+    dataset = getattr(holder, name, None)
+    return dataset if backend.name() == "tensorflow" or is_dataset(dataset) else None
 
 
 def _holder(iterator: EpochIterator) -> tuple[object, str]:
@@ -137,6 +139,20 @@ def number_of_batches(iterator: EpochIterator) -> int | None:
     return None if number is None else int(number)
 
 
+def count_map_dataset(iterator: EpochIterator | None) -> int | None:
+    """Count the batches of a `MapDataset` of Grain for Keras, which does not ask; return None for other data.
+
+    Relies on: `GrainDatasetAdapter._dataset`, and `EpochIterator._num_batches`, with which an epoch ends.
+    """
+    dataset = getattr(getattr(iterator, "data_adapter", None), "_dataset", None)
+    if iterator is None or not type(dataset).__module__.startswith("grain.") or not isinstance(dataset, Sized):
+        return None
+    # An endless one has the largest number.
+    number = None if len(dataset) == sys.maxsize else len(dataset)
+    iterator._num_batches = number
+    return number
+
+
 def batches_of_pass(iterator: EpochIterator) -> int | None:
     """Return the number of batches of a pass, however many an epoch has; None if it is unknown.
 
@@ -158,11 +174,16 @@ def batch_size_of(iterator: EpochIterator) -> int | None:
 def last_batch_of(iterator: EpochIterator) -> int | None:
     """Return the rows of the last batch of arrays that a fit divides into batches; None for other data.
 
-    Relies on: `ArrayDataAdapter.partial_batch_size`, which is 0 or None if the last batch is full.
+    Relies on: `ArrayDataAdapter.partial_batch_size`, which is 0 or None if the last batch is full; then
+    `has_partial_batch` is False. The adapters of iterators have None for both.
     """
     size = batch_size_of(iterator)
     # A `PyDataset` has no batch size, and its adapter raises for that of the last batch.
-    return None if size is None else iterator.data_adapter.partial_batch_size or size
+    if size is None:
+        return None
+    adapter = iterator.data_adapter
+    last = adapter.partial_batch_size
+    return None if last is None and adapter.has_partial_batch is not False else last or size
 
 
 def lengthen_epochs(iterator: EpochIterator, steps: int) -> None:
