@@ -1,9 +1,10 @@
 """JAX: a training step is compiled, and calls Python code in the order of the program."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -68,25 +69,37 @@ def _kept(work: Callable[[], T]) -> T:
 _raised: list[BaseException] = []
 
 
-def around(function: Method, note: Callable[[object], None]) -> Method:
+def around(function: Method, note: Callable[[object], None], model: keras.Model) -> Method:
     """Return a training function that calls `note` with each batch before its step, and waits for the end of the step.
 
     Without the wait, callbacks would exchange messages while the step still does.
 
     Args:
         function: training function that Keras made.
-        note: function of a batch.
+        note: function of a batch, or of None where this rank has none: the optimiser then takes a step with zeros.
+        model: the model.
     """
+    logs: object = None
 
     def noted(batches: Iterator[object]) -> Iterator[object]:
         for batch in batches:
             note(batch)
             yield batch
 
-    def step(state: object, batches: Iterator[object]) -> object:
+    def idle(trained: list[jax.Array], others: object, slots: list[jax.Array], metrics: object) -> object:
+        note(None)
+        trained, slots = model.optimizer.stateless_apply(slots, [jnp.zeros_like(t) for t in trained], trained)
+        return logs, (trained, others, slots, metrics)
+
+    def step(state: Sequence[Any], batches: Iterator[object]) -> object:
+        nonlocal logs
+        first = next(batches)
         _raised.clear()
         try:
-            return jax.block_until_ready(function(state, noted(batches)))
+            if first is None:
+                return jax.block_until_ready(idle(*state))
+            logs, state = jax.block_until_ready(function(state, noted(itertools.chain([first], batches))))
+            return logs, state
         except Exception:
             if _raised:
                 raise _raised[0] from None

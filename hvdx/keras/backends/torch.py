@@ -85,17 +85,26 @@ def watch_gradients(
     return end
 
 
-def around(function: Method, note: Callable[[object], None]) -> Method:
+def around(function: Method, note: Callable[[object], None], model: keras.Model) -> Method:
     """Return a training function that calls `note` with each batch before its step.
 
     Args:
         function: training function that Keras made.
-        note: function of a batch.
+        note: function of a batch, or of None where this rank has none: the optimiser then takes a step with zeros.
+        model: the model.
     """
+    logs: object = None
 
     def step(data: Sequence[object]) -> object:
+        nonlocal logs
         note(data[0])
-        return function(data)
+        if data[0] is None:
+            with torch.no_grad():
+                variables = model.trainable_variables
+                model.optimizer.apply([torch.zeros_like(v.value) for v in variables], variables)
+        else:
+            logs = function(data)
+        return logs
 
     return step
 

@@ -297,6 +297,12 @@ class Idling:
         return tf.IndexedSlices(values, tf.fill([none], tf.cast(none, indices)), tf.constant(shape, indices))
 
 
+def add_zeros(comm: Comm, events: Sequence[Call | int]) -> None:
+    """Take part in the sums of a step of the others on JAX or PyTorch; see `Idling`."""
+    for number, values in enumerate([e for e in events if isinstance(e, int)], 1):
+        rows.total(comm, [keras.ops.zeros((), rows.COUNT)] * values, _name_of_sum(number))
+
+
 def _name_of_sum(number: int) -> str:
     """Return the name of a sum of denominators over the ranks, by its number in the step."""
     return f"fit.losses.{number}"

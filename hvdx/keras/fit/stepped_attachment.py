@@ -15,6 +15,9 @@ from hvdx.keras.fit import batches
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.batches import Losses
 from hvdx.keras.fit.recording import Recording
+from hvdx.keras.optimizer_state import innermost
+from hvdx.keras.seams.frames import epoch_iterator
+from hvdx.keras.seams.iterators import pad_passes
 from hvdx.keras.seams.losses import reduced_by
 from hvdx.keras.seams.models import restore_train_step, use_train_function, wrap_train_step
 from hvdx.keras.types import Logs
@@ -35,7 +38,8 @@ class SteppedAttachment(Attachment):
         model, self._first = self.model, True
         self._earlier_costs = []
         agree_on_strategy(self.strategy, self._comm)
-        self.plan = batches.agreed(self._comm.all_gather_object(batches.of(self), "the batches of a fit"), False)
+        offered = self._comm.all_gather_object(batches.of(self), "the batches of a fit")
+        self.plan = batches.agreed(offered, self._may_idle)
         self._build_optimizer()
         self._optimizers = optimizers_of(model)
         self.adapters = [self._attach(o, f"fit.{i}") for i, o in enumerate(self._optimizers)]  # type: ignore[misc]
@@ -43,18 +47,29 @@ class SteppedAttachment(Attachment):
             self._jit_compile, model.jit_compile = model.jit_compile, False
         stepped().prepare(threads_for(self._comm.local_size).threads)
         self._make_function()
+        if self.plan.idles:
+            self.params["steps"] = most = max(self.plan.steps)
+            pad_passes(epoch_iterator(self), most)
+
+    @property
+    def _may_idle(self) -> bool:
+        # A step without a batch is that of Keras, one at a time, and has a weight of its own.
+        model = self.model
+        accumulates = any(innermost(o).gradient_accumulation_steps for o in optimizers_of(model))
+        standard = type(model).train_step is keras.Model.train_step and model.steps_per_execution == 1
+        return super()._may_idle and standard and not accumulates
 
     def _make_function(self) -> None:
         model, kind = self.model, type(self.model)
         standard = kind.train_step is keras.Model.train_step and kind.compute_loss is keras.Model.compute_loss
-        if len(self.adapters) == 1 and kind.train_step is keras.Model.train_step:
+        if len(self.adapters) == 1 and kind.train_step is keras.Model.train_step and not self.plan.idles:
             self.adapters[0].expect_one_pass()
         # Another function each time: JAX keeps the trace of one that it knows, with the adapters that were there then.
         restore_train_step(model)
         wrap_train_step(model, functools.partial(self._with_losses, standard))
         use_train_function(model, None)
         super()._make_function()
-        use_train_function(model, stepped().around(model.train_function, self._note))
+        use_train_function(model, stepped().around(model.train_function, self._note, model))
 
     def _continue_with(self, strategy: Strategy) -> None:
         stepped().sync(self.model)
@@ -70,13 +85,22 @@ class SteppedAttachment(Attachment):
         count = None if rows is None else keras.ops.cast(rows, COUNT)
         for adapter in self.adapters:
             adapter.begin_batch(rows)
-        losses = Losses(self._comm, self.strategy, self.plan, standard, lambda _: None, count)
+        self._events.clear()
+        losses = Losses(self._comm, self.strategy, self.plan, standard, self._events.append, count)
         with reduced_by(losses.reduce):
             return own_step(*args, **named)
 
     def _note(self, batch: object) -> None:
-        """Count the rows of a step that begins: the weight of this rank in the exchange after the step."""
-        if self.strategy.counts_samples or not self.plan.even:
+        """Count the rows of a step that begins: the weight of this rank in the exchange after the step.
+
+        Without a batch, take part in what the others exchange in it, with weight 0.
+        """
+        if batch is None:
+            for adapter in self.adapters:
+                adapter.begin_batch(0.0)
+                adapter.add_rows(0.0)
+            batches.add_zeros(self._comm, self._events)
+        elif self.strategy.counts_samples or not self.plan.even:
             rows = rows_in(batch)
             taken.add(rows)
             for adapter in self.adapters:

@@ -122,6 +122,23 @@ def begin_passes(iterator: EpochIterator, steps: int, begin: Callable[[], object
     iterator.steps_per_epoch, iterator._current_iterator = steps, None
 
 
+def pad_passes(iterator: EpochIterator, steps: int) -> None:
+    """Make each pass of a fit on JAX or PyTorch have some steps: None stands for a batch that is missing at its end.
+
+    Relies on: `EpochIterator` takes the batches of `_get_iterator`, and ends an epoch after `_num_batches`.
+    """
+    one_pass = iterator._get_iterator
+
+    def padded() -> Iterator[Structure]:
+        missing = steps
+        for batch in one_pass():
+            missing -= 1
+            yield batch
+        yield from [None] * missing
+
+    iterator._get_iterator, iterator._num_batches = padded, steps
+
+
 def epoch_is_one_pass(iterator: EpochIterator) -> bool:
     """Return whether each epoch of a fit is one pass through its data.
 
