@@ -234,6 +234,7 @@ def last_batches_that_are_not_full_are_one_process() -> None:
 def a_worker_without_a_batch_takes_part_with_weight_0() -> None:
     assert_one_process(
         {"make": transformer, "optimizer": "adamw", "count": ROWS + 1},
+        {"make": mlp, "optimizer": "accumulate", "count": ROWS + 1},
         {"make": functools.partial(mlp, each_word=True, mask=True), "each_word": True, "count": ROWS + 1},
         {
             "make": mlp,

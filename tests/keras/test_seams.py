@@ -261,6 +261,16 @@ def check_begin_passes():
     assert len(begun) == 5
 
 
+def check_pad_passes():
+    x = np.arange(4.0)[:, None]
+    iterator = EpochIterator(x, x, batch_size=2, shuffle=False)
+    iterators.pad_passes(iterator, 3)
+    steps = getattr(iterator, "_enumerate_iterator", None) or iterator.enumerate_epoch
+    taken = [next(item[-1]) for _ in range(2) for item in steps()]
+    assert [batch is None for batch in taken] == [False, False, True] * 2
+    np.testing.assert_array_equal(taken[4][0], x[2:])
+
+
 def check_wrap_steps():
     steps = []
 

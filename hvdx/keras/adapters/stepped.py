@@ -219,12 +219,25 @@ class SteppedGradients(SteppedExchange):
             self._weight, self._given = self.share(rows), {}
             self._seconds += now() - begin
 
+    def begin_call(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> list[Gradient]:
+        gradients, rows = super().begin_call(optimizer, gradients, variables), self._batch
+        if not self._accumulates or rows is None:
+            return gradients
+
+        def weigh(_: list[np.ndarray]) -> list[np.ndarray]:
+            return [np.asarray(self.share(rows), np.float32)]
+
+        (weight,) = stepped().on_host(weigh, [keras.ops.zeros((), "float32")])
+        return [g * keras.ops.cast(weight, g.dtype) for g in gradients]
+
     def gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Combine gradients over the ranks, and measure the time."""
         if self._given is not None:
             self._check_given(gradients)
             return stepped().on_host(self._take_sums, gradients)
-        rows = self._batch
+        rows = None if self._accumulates else self._batch
         combined = stepped().on_host(lambda arrays: self._combine(arrays, rows), gradients)
         if self._may_watch:
             self._watch(gradients)

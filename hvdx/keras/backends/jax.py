@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -86,18 +86,19 @@ def around(function: Method, note: Callable[[object], None], model: keras.Model)
             note(batch)
             yield batch
 
-    def idle(trained: list[jax.Array], others: object, slots: list[jax.Array], metrics: object) -> object:
+    def idle(state: Sequence[list[jax.Array]]) -> object:
         note(None)
+        trained, others, slots, metrics = state
         trained, slots = model.optimizer.stateless_apply(slots, [jnp.zeros_like(t) for t in trained], trained)
         return logs, (trained, others, slots, metrics)
 
-    def step(state: Sequence[Any], batches: Iterator[object]) -> object:
+    def step(state: Sequence[list[jax.Array]], batches: Iterator[object]) -> object:
         nonlocal logs
         first = next(batches)
         _raised.clear()
         try:
             if first is None:
-                return jax.block_until_ready(idle(*state))
+                return jax.block_until_ready(idle(state))
             logs, state = jax.block_until_ready(function(state, noted(itertools.chain([first], batches))))
             return logs, state
         except Exception:

@@ -15,7 +15,6 @@ from hvdx.keras.fit import batches
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.batches import Losses
 from hvdx.keras.fit.recording import Recording
-from hvdx.keras.optimizer_state import innermost
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import pad_passes
 from hvdx.keras.seams.losses import reduced_by
@@ -54,10 +53,8 @@ class SteppedAttachment(Attachment):
     @property
     def _may_idle(self) -> bool:
         # A step without a batch is that of Keras, one at a time, and has a weight of its own.
-        model = self.model
-        accumulates = any(innermost(o).gradient_accumulation_steps for o in optimizers_of(model))
-        standard = type(model).train_step is keras.Model.train_step and model.steps_per_execution == 1
-        return super()._may_idle and standard and not accumulates
+        standard = type(self.model).train_step is keras.Model.train_step
+        return super()._may_idle and standard and self.model.steps_per_execution == 1
 
     def _make_function(self) -> None:
         model, kind = self.model, type(self.model)
