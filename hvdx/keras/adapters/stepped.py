@@ -227,7 +227,11 @@ class SteppedGradients(SteppedExchange):
             return gradients
 
         def weigh(_: list[np.ndarray]) -> list[np.ndarray]:
-            return [np.asarray(self.share(rows), np.float32)]
+            now = clock.timer()
+            begin = now()
+            weight = np.asarray(self.share(rows), np.float32)
+            self._seconds += now() - begin
+            return [weight]
 
         (weight,) = stepped().on_host(weigh, [keras.ops.zeros((), "float32")])
         return [g * keras.ops.cast(weight, g.dtype) for g in gradients]
