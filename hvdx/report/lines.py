@@ -8,6 +8,7 @@ with a `kind`. A line is written by one call, so that a killed job leaves a reco
     steps     some steps, one list for each column; times are seconds since the fit began
     strategy  the strategy that `Auto` chose; the reader adds it to the header as "chosen"
     death     ranks that died, and the others trained on
+    division  rows of each rank in a step from some step on, by their speeds
     epoch     the end of an epoch, with its metrics
     end       the end of the fit; absent if the job died
 
@@ -179,6 +180,15 @@ _RULES: dict[str, list[tuple[str, bool, Callable[[Any], bool], str]]] = {
     "death": [
         *((name, True, _is_number, "a number") for name in ("time", "left", "seconds")),
         ("ranks", True, lambda v: isinstance(v, list) and bool(v) and all(map(_is_whole, v)), "ranks"),
+    ],
+    "division": [
+        (
+            "position",
+            True,
+            lambda v: isinstance(v, list) and len(v) == 2 and all(map(_is_whole, v)),
+            "two whole numbers",
+        ),
+        ("rows", True, lambda v: isinstance(v, list) and bool(v) and all(map(_is_whole, v)), "rows of each rank"),
     ],
     "clock": [(name, True, _is_number, "a number") for name in ("time", "offset", "error")],
     "end": [

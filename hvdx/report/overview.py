@@ -126,7 +126,7 @@ def _failed(run: Run) -> str:
 
 def _join_rank(chain: Sequence[Run], rank: int, began: list[float], until: list[tuple[int, int]]) -> RankRecord:
     """Join the records of a rank; an attempt with fewer workers may not have it."""
-    joined = replace(chain[-1].ranks[rank], steps={}, epochs=[], clocks=[], deaths=[], traced=[])
+    joined = replace(chain[-1].ranks[rank], steps={}, epochs=[], clocks=[], deaths=[], divisions=[], traced=[])
     steps = calls = 0
     columns: dict[str, list[np.ndarray]] = {}
     for run, begin, position in zip(chain, began, [*until, None], strict=True):
@@ -139,6 +139,7 @@ def _join_rank(chain: Sequence[Run], rank: int, began: list[float], until: list[
             columns.setdefault(name, []).append(column[: kept.calls] + shift)
         joined.epochs += [_moved(epoch, steps, begin) for epoch in kept.epochs]
         joined.deaths += [replace(deaths, time=deaths.time + begin) for deaths in record.deaths]
+        joined.divisions += record.divisions
         joined.traced += [calls + first for first in record.traced if first < kept.calls]
         steps, calls = steps + kept.steps, calls + kept.calls
     joined.steps = {name: np.concatenate(parts) for name, parts in columns.items()}

@@ -103,6 +103,7 @@ class RankRecord:
         end: fields of the line `end`; None if the job died.
         clocks: the measured offsets of the clock; none on one worker.
         deaths: deaths of other ranks.
+        divisions: rows of each rank in a step, whenever they changed.
         traced: indices in the columns of the calls that begin with compiling: the first one, and the one after a
             change of the strategy.
     """
@@ -113,6 +114,7 @@ class RankRecord:
     end: dict[str, Any] | None = None
     clocks: list[ClockOffset] = field(default_factory=list)
     deaths: list[Deaths] = field(default_factory=list)
+    divisions: list[list[int]] = field(default_factory=list)
     traced: list[int] = field(default_factory=lambda: [0])
 
     def settled(self, skip: int = 1) -> np.ndarray:
@@ -363,6 +365,8 @@ def _read_file(path: Path) -> list[RankRecord]:
             records[-1].epochs.append(Epoch(**given, logs=values.get("logs", {}), spans=spans))
         elif in_fit and kind == "death":
             records[-1].deaths.append(Deaths(values["time"], values["ranks"], values["left"], values["seconds"]))
+        elif in_fit and kind == "division":
+            records[-1].divisions.append(values["rows"])
         elif in_fit and kind == "clock":
             records[-1].clocks.append(ClockOffset(values["time"], values["offset"], values["error"]))
         elif in_fit and kind == "end":

@@ -110,7 +110,13 @@ def judge(runs: Sequence[Run], target: Target | None = None, troubles: Sequence[
     if not world.groups:
         return Verdict(["There are no runs to judge."])
     criteria = [criterion for setting in world.settings for criterion in _criteria(world, setting)]
-    sentences = [*_warnings(world), *_distribution(world), *_interruptions(world), *_flips(criteria)]
+    sentences = [
+        *_warnings(world),
+        *_distribution(world),
+        *_interruptions(world),
+        *_divisions(world),
+        *_flips(criteria),
+    ]
     for setting in world.settings:
         sentences += _answers(world, [criterion for criterion in criteria if criterion.setting == setting])
     sentences += _alone(world)
@@ -136,6 +142,20 @@ def _interruptions(world: "_World") -> list[str]:
             f"{_seconds(sum(event.seconds for event in events))} of {_seconds(run.seconds)} trained nothing that is in "
             f"the result ({'; '.join(listed)}{f'; and {more} more' if more else ''})."
         )
+    return found
+
+
+def _divisions(world: "_World") -> list[str]:
+    """Return a sentence for each run whose rows were divided by the speeds of the workers."""
+    found = []
+    for run in world.runs:
+        changes = run.first.divisions
+        if changes:
+            listed = ", ".join(map(str, changes[-1]))
+            found.append(
+                f"{name_of(run)}, {setting_of(run)}: the workers were of unequal speed, and took {listed} of the "
+                f"{sum(changes[-1])} rows of a step in the end."
+            )
     return found
 
 

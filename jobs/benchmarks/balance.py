@@ -11,14 +11,20 @@ workers would do the rows of a step together if their speeds added up, and nothi
 with "balanced" before it if the rows follow the speeds; "one process" takes the same steps alone.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 import time
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
+
+if TYPE_CHECKING:
+    import numpy as np
+    import tensorflow as tf
 
 _BALANCED = "balanced "
 _WAYS = "all_reduce,balanced all_reduce,threshold,balanced threshold,threshold:max_staleness=inf"
@@ -113,11 +119,11 @@ def train(setting: argparse.Namespace) -> harness.Row:
     alone = setting.way == "one process"
     strategy = setting.way.removeprefix(_BALANCED)
     hvdx.init(strategy=None if alone else strategy)
-    loaded = load("fashion-mnist")
+    loaded = load(getattr(setting, "data", "fashion-mnist"))
     keras.utils.set_random_seed(setting.seed)
     sizes: list[int] = []
 
-    def pause(x: Any) -> Any:
+    def pause(x: np.ndarray) -> np.ndarray:
         times = setting.times[::-1] if setting.change and len(sizes) >= setting.change else setting.times
         if not alone:
             time.sleep(1e-3 * setting.pause * len(x) * times[hvdx.rank()])
@@ -127,7 +133,7 @@ def train(setting: argparse.Namespace) -> harness.Row:
     class Pausing(keras.Model):
         """A model whose steps take as long as the rows of this worker."""
 
-        def train_step(self, data: Any) -> Any:
+        def train_step(self, data: tuple[tf.Tensor, ...]) -> object:
             x = tf.ensure_shape(tf.numpy_function(pause, [data[0]], data[0].dtype), data[0].shape)
             return super().train_step((x, *data[1:]))
 

@@ -83,3 +83,15 @@ def test_deaths_after_which_the_others_train_on(tmp_path):
     # Half of the ranks without an end have not died.
     run.ranks[2].end = None
     assert not Run(run.folder, run.ranks).complete
+
+
+def test_divisions_of_rows_by_speed_are_told(tmp_path):
+    for rank in range(2):
+        writer = Writer(tmp_path, rank)
+        writer.write("fit", schema=1, id="a", time=1.0, size=2, strategy="AllReduce()", epochs=1)
+        writer.write("division", time=0.5, position=[0, 7], rows=[40, 24])
+        writer.write("division", time=0.9, position=[0, 18], rows=[42, 22])
+        writer.write("steps", step=[1], time=[1.0], seconds=[1.0])
+        writer.write("epoch", epoch=1, step=1, time=2.0, logs={"loss": 1.0})
+        writer.write("end", time=2.0)
+    assert "took 42, 22 of the 64 rows of a step in the end." in judge(overview.load([tmp_path]).runs).text()

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import keras
+
 from hvdx.comm import Comm, clock
 from hvdx.keras.adapters import rows
 from hvdx.keras.fit import data
@@ -12,8 +14,11 @@ from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.speeds import Balancer
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import dataset_of
+from hvdx.keras.seams.layers import CombinedBatchNormalization
+from hvdx.keras.seams.models import layers_of
 from hvdx.keras.types import Logs
 from hvdx.log import Log
+from hvdx.strategies import Strategy
 from hvdx.strategies.contract import EACH_STEP
 
 _log = Log(__name__)
@@ -57,7 +62,8 @@ class Balance(Part):
             if self._attachment.plan.even and not self._division.is_even:
                 # A checkpoint was restored after the batches were compared.
                 self._attachment.weigh_by_rows()
-            self._balancer = Balancer(self._division.total)
+            even = self._division.total // self._comm.size
+            self._balancer = Balancer(self._division.total, even // 2 if _normalises(self.model) else 1)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Measure no validation."""
@@ -65,8 +71,7 @@ class Balance(Part):
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Measure the computing of the step; after some steps, compare the speeds and divide the rows. Collective."""
-        strategy = self._attachment.strategy
-        if self._division is None or strategy.asynchronous or strategy.schedule != EACH_STEP or not strategy.weighs:
+        if self._division is None or not _in_step(self._attachment.strategy):
             return
         self._add_step(self._division)
         if self._balancer.is_due:
@@ -121,3 +126,17 @@ class Balance(Part):
             f"rows of a step, the workers now take {', '.join(map(str, wanted))}, and the step is the same. "
             'hvdx.shard(..., balance="off") keeps their numbers equal.'
         )
+
+
+def _in_step(strategy: Strategy) -> bool:
+    """Return whether all ranks take the steps of a strategy together, and weigh as many rows as they have."""
+    apart = strategy.asynchronous or strategy.provisional or strategy.schedule != EACH_STEP
+    return strategy.weighs and not apart
+
+
+def _normalises(model: keras.Model) -> bool:
+    """Return whether each rank normalises its own rows: the statistics of few are noisy, and count as those of many."""
+    return any(
+        isinstance(layer, keras.layers.BatchNormalization) and not isinstance(layer, CombinedBatchNormalization)
+        for layer in layers_of(model)
+    )

@@ -99,26 +99,24 @@ class Measured:
             self._speed = Speed(self._speed.fixed * times, self._speed.per_row * times)
 
 
-def divided(total: int, speeds: Sequence[Speed], most: Sequence[int | None] | None = None) -> list[int]:
+def divided(total: int, speeds: Sequence[Speed], least: int = 1) -> list[int]:
     """Return the rows of each rank with which all end their computing together, as far as whole rows allow.
 
     Args:
         total: rows of all ranks.
         speeds: speed of each rank.
-        most: most rows of each rank; None for no limit. Together at least `total`.
+        least: fewest rows of a rank, at most its even share.
 
     Example:
         >>> divided(90, [Speed(0.0, 1.0), Speed(0.0, 2.0)])
         [60, 30]
     """
-    size = len(speeds)
-    highs = [float(total if limit is None else min(limit, total)) for limit in most or [None] * size]
     fixed, slope = (np.array(values, np.float64) for values in zip(*speeds, strict=True))
-    # Between these seconds of a step, bisection finds those in which the ranks do all rows; each has at least one.
+    # Between these seconds of a step, bisection finds those in which the ranks do all rows.
     low, high = 0.0, float(max(s.seconds(total) for s in speeds))
 
     def rows_in(seconds: float) -> np.ndarray:
-        return np.clip((seconds - fixed) / slope, 1.0, highs)
+        return np.clip((seconds - fixed) / slope, least, total)
 
     for _ in range(60):
         middle = (low + high) / 2
@@ -128,7 +126,8 @@ def divided(total: int, speeds: Sequence[Speed], most: Sequence[int | None] | No
     # What is left goes, row by row, to the rank that would end it first.
     while (left := total - int(rows.sum())) != 0:
         ends = fixed + slope * (rows + 1) if left > 0 else -(fixed + slope * rows)
-        ends[rows >= np.array(highs) if left > 0 else rows <= 1] = np.inf
+        if left < 0:
+            ends[rows <= least] = np.inf
         rows[int(np.argmin(ends))] += 1 if left > 0 else -1
     return rows.tolist()
 
@@ -157,6 +156,7 @@ class Balancer:
 
     Args:
         total: rows of a step on all ranks.
+        least: fewest rows of a rank.
 
     Attributes:
         is_due: True if the ranks are to tell each other their speeds after this call.
@@ -171,8 +171,8 @@ class Balancer:
         (True, [8, 4])
     """
 
-    def __init__(self, total: int):
-        self._total = total
+    def __init__(self, total: int, least: int = 1):
+        self._total, self._least = total, least
         self._measured = Measured()
         self._calls, self._due, self._cold = 0, _WARM_UP + _WINDOW, _WARM_UP
         self._steps: list[float] = []
@@ -222,7 +222,7 @@ class Balancer:
         self.speeds = [told.speed for told in everyone if told.speed is not None]
         if len(self.speeds) < len(everyone) or not step:
             return None
-        wanted = divided(self._total, self.speeds)
+        wanted = divided(self._total, self.speeds, self._least)
         seconds = [speed.seconds(r) for speed, r in zip(self.speeds, rows, strict=True)]
         gain = max(seconds) - slowest(self.speeds, wanted)
         error = everyone[seconds.index(max(seconds))].error

@@ -1,6 +1,6 @@
 """Each benchmark runs at a tiny size. Workers run on this machine, without emulated links."""
 
-# Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/batches.py
+# Tests: jobs/benchmarks/accuracy.py, jobs/benchmarks/balance.py, jobs/benchmarks/batches.py
 # Tests: jobs/benchmarks/checkpoint.py
 # Tests: jobs/benchmarks/defaults.py, jobs/benchmarks/dense.py
 # Tests: jobs/benchmarks/density.py, jobs/benchmarks/edges.py
@@ -26,6 +26,7 @@ _PAIR = ["--split", "2", "--layers", "pair", "--data", "digits", "--width", "16"
 #: By benchmark: options, and attributes of its module in place of longer lists of cases.
 BENCHMARKS = {
     "accuracy": ("--models lm --strategies 1e-2 --seeds 1 --steps 2 --workers 2 --batch 2", {}),
+    "balance": ("--times 1,2 --ways threshold --rows 4 --steps 9", {"_SETTLED": 2}),
     "batches": ("--rounds 1 --steps 5", {}),
     "checkpoint": ("--parameters 1000 --repeat 1", {}),
     "defaults": (
