@@ -85,6 +85,10 @@ dense bf16: sorted(rows("dense", wire="bf16"), key=lambda row: (harness.bits(row
 hosts | link | limit | hvdx over MPI, bf16
 {hosts} | {LINKS[bandwidth]} | {short(limit)} | {short(mpi)}
 
+balance: rows(file)
+way | s, an epoch | ms a step | / even | ideal / it | rows of a step in the end | held-out loss | %
+{WAY[way]} | {short(seconds)} | {short(1e3 * settled)} | {bold(f"{settled / next(r['settled'] for r in every if r['way'] == way.removeprefix('balanced ')):.3f}") if "balanced" in way else ""} | {"" if way == "one process" else f"{read(file)['ideal'] / settled:.2f}"} | {", ".join(map(str, rows_at_the_end))} | {loss:.4f} | {accuracy:.1f}
+
 peers: rows("peers")
 backend | hosts | link | network | DataParallel or DDP, ms a step | `AllReduce()` | / peer | `Threshold()` | peer, s to the target | `Threshold()`, s | / peer
 {BACKENDS[backend]} | {hosts} | {LINKS[bandwidth]} | {MODELS[model]} | {short(peer_ms)} | {short(all_reduce_ms)} | {bold(f"{all_reduce_ms / peer_ms:.2f}")} | {short(threshold_ms)} | {short(peer_s)} | {short(threshold_s)} | {bold(f"{threshold_s / peer_s:.2f}")}
@@ -234,6 +238,14 @@ SCHEMES = {
     "Threshold, bytes of DiLoCo": "`Threshold(target_density=0.06)`",
     "SparseLoCo": "SparseLoCo",
     "Threshold, bytes of SparseLoCo": "`Threshold(target_density=0.018, period=30)`",
+}
+WAY = {
+    "one process": "one process, without pauses",
+    "all_reduce": "`AllReduce()`, even rows",
+    "balanced all_reduce": "`AllReduce()`",
+    "threshold": "`Threshold()`, even rows",
+    "balanced threshold": "`Threshold()`",
+    "threshold:max_staleness=inf": '`Threshold(max_staleness="inf")`',
 }
 WAYS = {
     "step": "`Threshold()`",

@@ -906,6 +906,15 @@ def check_dataset_before():
     assert pipelines.dataset_before(SOURCE) is None
 
 
+def check_keeps_steps():
+    share = SOURCE.map(abs).map(abs, num_parallel_calls=2).prefetch(1).take(2).repeat().with_options(tf.data.Options())
+    while share is not SOURCE:
+        assert pipelines.keeps_steps(share), type(share)
+        share = pipelines.dataset_before(share)
+    for other in (SOURCE.batch(2), SOURCE.shuffle(2), SOURCE.filter(lambda _: True), SOURCE.batch(2).unbatch()):
+        assert not pipelines.keeps_steps(other)
+
+
 def check_generator_states():
     dataset = tf.data.Dataset.from_generator(lambda: iter([1, 2]), output_signature=tf.TensorSpec((), tf.int64))
     parts, waiting = [], [dataset]

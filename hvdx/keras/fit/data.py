@@ -15,12 +15,12 @@ from hvdx.keras import backend
 from hvdx.keras.adapters.stepped import Count
 from hvdx.keras.backend import is_a, is_dataset, tf
 from hvdx.keras.fit import arrays
-from hvdx.keras.fit.agreement import pipeline, shares
+from hvdx.keras.fit.agreement import shares
 from hvdx.keras.fit.array_batches import ArrayBatches, loses_one, shuffled
 from hvdx.keras.fit.divisions import Division, Position
 from hvdx.keras.joining import join
 from hvdx.keras.seams.frames import is_build
-from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, set_batch_size
+from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, keeps_steps, set_batch_size
 from hvdx.keras.types import Arrays, Structure
 
 #: What `shard` returns.
@@ -33,8 +33,8 @@ _AHEAD = 8
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
 
-# The orders of this process's shuffled shares depend on these: for arrays the epoch counter of each share, for datasets
-# the pair of TensorFlow's global seed and the seed of `shard`.
+# The orders of this process's shuffled shares, and divisions of rows, depend on these: for arrays the epoch counter of
+# each share, for datasets the pair of TensorFlow's global seed and the seed of `shard`.
 _shares: list[_Share] = []
 _seeds: list[tuple[int, int]] = []
 # The shares whose rows may be divided unevenly.
@@ -178,7 +178,8 @@ def shard(
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
     batch = _batch(batch_size, global_batch_size, size)
     compared = size == joined.size > 1
-    division = _division(balance, global_batch_size, size, compared and not dealt and drop_remainder)
+    whole = drop_remainder and not dealt and not is_dataset(data)
+    division = _division(balance, global_batch_size if whole else None, size, compared)
     in_pipeline = is_a(data, "data.Dataset") or backend.name() == "tensorflow"
     place = _Place.of(rank, size, in_pipeline) if dealt else _Place(rank, size)
 
@@ -234,13 +235,16 @@ def _division(balance: object, total: int | None, size: int, measured: bool) -> 
     """Return the division of the rows of a step; None if it never changes.
 
     Args:
-        total: rows of a step on all ranks; None if each rank has a number of its own.
-        measured: whether the ranks of this share train together, in full steps only.
+        total: rows of each step on all ranks; None if they are not the same number in all steps.
+        measured: whether the ranks of this share train together.
     """
     if balance == "off" or (balance == "auto" and (total is None or not measured)):
         return None
     if total is None and not isinstance(balance, str):
-        raise ConfigError("shard: balance: expected global_batch_size= beside changes, got none. Give it.")
+        raise ConfigError(
+            "shard: balance: expected arrays, global_batch_size= and full steps beside changes, got others. Do: give "
+            "them, leave drop_remainder out, and start without --survive."
+        )
     even = [(total or 0) // size] * size
     if balance == "auto":
         return Division(even)
@@ -257,10 +261,10 @@ def _division(balance: object, total: int | None, size: int, measured: bool) -> 
 
 
 def division_in(dataset: object) -> Division | None:
-    """Return the division of the share from which a dataset is made; None if there is none, or more than one."""
-    parts = [dataset] if isinstance(dataset, ArrayBatches) else pipeline.datasets(dataset)
-    found = [_divisions[part] for part in parts if part in _divisions]
-    return found[0] if len(found) == 1 else None
+    """Return the division of the share whose steps are those of a dataset; None if there is none."""
+    while is_dataset(dataset) and dataset not in _divisions and keeps_steps(dataset):
+        dataset = dataset_before(dataset)
+    return _divisions.get(dataset) if isinstance(dataset, ArrayBatches) or is_dataset(dataset) else None
 
 
 def _shard_arrays(
@@ -295,7 +299,7 @@ def _shard_arrays(
     numpy = backend.name() != "tensorflow"
     epochs = Count() if numpy else tf.Variable(0, dtype=tf.int64, trainable=False)
     epochs.assign(initial_epoch - 1)
-    if shuffle:
+    if shuffle or division is not None:
         _shares.append(_Share(weakref.ref(epochs), steps, whole, size))
     if numpy:
         together = -(-_POSITIONS // batch) if division is None else _AHEAD

@@ -110,6 +110,15 @@ def dataset_before(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
     return getattr(dataset, "_input_dataset", None)
 
 
+def keeps_steps(dataset: tf.data.Dataset) -> bool:
+    """Return whether a transformation yields an element for each one that it reads, in order, as `map` does.
+
+    Relies on: the names of TensorFlow's classes.
+    """
+    kept = "Map", "Prefetch", "Take", "Skip", "Repeat", "Options", "AssertCardinality"
+    return type(dataset).__name__.lstrip("_").removeprefix("Parallel") in {f"{name}Dataset" for name in kept}
+
+
 def generator_states(datasets: Sequence[tf.data.Dataset]) -> list[GeneratorState]:
     """Return TensorFlow's record of each Python generator of `Dataset.from_generator`.
 

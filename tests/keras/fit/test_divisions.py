@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 import hvdx
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
+from hvdx.keras.fit import data
 from hvdx.keras.fit.divisions import Division
 
 STEPS = 7
 
 
 @given(st.integers(2, 4), st.lists(st.integers(0, 9), max_size=60), st.data())
-def test_each_row_belongs_to_one_rank_in_whatever_order_ranks_draw_and_agree(size, events, data):
+def test_each_row_belongs_to_one_rank_in_whatever_order_ranks_draw_and_agree(size, events, drawing):
     even = [4] * size
     divisions, places, drawn = [Division(even) for _ in range(size)], [0] * size, [{} for _ in range(size)]
 
@@ -30,7 +31,7 @@ def test_each_row_belongs_to_one_rank_in_whatever_order_ranks_draw_and_agree(siz
             draw(event)
         elif event == 9:
             ends = np.sort(
-                data.draw(st.lists(st.integers(1, 4 * size - 1), min_size=size - 1, max_size=size - 1, unique=True))
+                drawing.draw(st.lists(st.integers(1, 4 * size - 1), min_size=size - 1, max_size=size - 1, unique=True))
             )
             rows = np.diff([0, *ends, 4 * size]).tolist()
             at = max(division.hold() for division in divisions)
@@ -84,5 +85,15 @@ def test_a_wrong_balance_is_an_error(balance):
 
 
 def test_changes_need_the_batch_of_all_ranks():
-    with pytest.raises(ConfigError, match="global_batch_size= beside changes"):
+    with pytest.raises(ConfigError, match="global_batch_size= and full steps beside changes"):
         hvdx.shard(np.arange(16), 4, balance=[((0, 0), [5, 3])], rank=0, size=2)
+    with pytest.raises(ConfigError, match="leave drop_remainder out"):
+        hvdx.shard(np.arange(16), global_batch_size=8, drop_remainder=False, balance=[((0, 0), [5, 3])], rank=0, size=2)
+
+
+def test_a_pipeline_that_divides_steps_anew_keeps_even_rows():
+    share = hvdx.shard(np.arange(16), global_batch_size=8, balance=[((0, 1), [5, 3])], rank=0, size=2)
+    assert data.division_in(share.map(lambda x: x).prefetch(1)) is data.division_in(share)
+    assert data.division_in(share) is not None
+    for other in (share.unbatch().batch(4), share.shuffle(2), share.filter(lambda _: True), np.arange(3), None):
+        assert data.division_in(other) is None
