@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import keras
 
 from hvdx.comm import Comm, clock
+from hvdx.keras import backend
 from hvdx.keras.adapters import rows
 from hvdx.keras.fit import data
 from hvdx.keras.fit.attachment import Attachment
@@ -62,8 +63,8 @@ class Balance(Part):
             if self._attachment.plan.even and not self._division.is_even:
                 # A checkpoint was restored after the batches were compared.
                 self._attachment.weigh_by_rows()
-            even = self._division.total // self._comm.size
-            self._balancer = Balancer(self._division.total, even // 2 if _normalises(self.model) else 1)
+            least = max(self._division.total // self._comm.size // 2, 1) if _normalises(self.model) else 1
+            self._balancer = Balancer(self._division.total, least, compiles=backend.name() == "jax")
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Measure no validation."""

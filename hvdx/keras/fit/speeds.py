@@ -25,6 +25,8 @@ _FIRST_GAIN, _GAIN = 0.1, 0.04
 _CERTAIN, _PLAIN, _ERRORS = 2, 3.0, 2.0
 # Standard error of the median of normal numbers, times the root of their count: a multiple of the quartiles' distance.
 _ERROR_OF_MEDIAN = 0.93
+# Seconds of computing in a step, at least.
+_SHORTEST = 1e-6
 # Calls after a tracing that are not measured.
 _WARM_UP = 2
 
@@ -71,10 +73,6 @@ class Measured:
             self._window = []
         self._window.append(seconds)
 
-    def skip(self) -> None:
-        """Forget the steps since the last window, such as steps that compile."""
-        self._rows, self._window = None, []
-
     def speed(self) -> Speed | None:
         """Close the window if it has enough steps, and return the speed; None if it is unknown."""
         # The median: a pause in one step, such as that of a checkpoint, says nothing of the next steps.
@@ -111,25 +109,21 @@ def divided(total: int, speeds: Sequence[Speed], least: int = 1) -> list[int]:
         >>> divided(90, [Speed(0.0, 1.0), Speed(0.0, 2.0)])
         [60, 30]
     """
-    fixed, slope = (np.array(values, np.float64) for values in zip(*speeds, strict=True))
+
+    # Python's numbers: NumPy may add up in another order on another processor, and all ranks must come to one result.
+    def rows_in(seconds: float) -> list[int]:
+        return [math.floor(min(max((seconds - s.fixed) / s.per_row, least), total) + 1e-9) for s in speeds]
+
     # Between these seconds of a step, bisection finds those in which the ranks do all rows.
-    low, high = 0.0, float(max(s.seconds(total) for s in speeds))
-
-    def rows_in(seconds: float) -> np.ndarray:
-        return np.clip((seconds - fixed) / slope, least, total)
-
+    low, high = 0.0, max(s.seconds(total) for s in speeds)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if rows_in(middle).sum() < total else (low, middle)
-    wanted = rows_in(high)
-    rows = np.floor(wanted + 1e-9).astype(int)
-    # What is left goes, row by row, to the rank that would end it first.
-    while (left := total - int(rows.sum())) != 0:
-        ends = fixed + slope * (rows + 1) if left > 0 else -(fixed + slope * rows)
-        if left < 0:
-            ends[rows <= least] = np.inf
-        rows[int(np.argmin(ends))] += 1 if left > 0 else -1
-    return rows.tolist()
+        low, high = (middle, high) if sum(rows_in(middle)) < total else (low, middle)
+    # What is left of the rows below goes, row by row, to the rank that would end it first.
+    rows = rows_in(low)
+    while sum(rows) < total:
+        rows[min(range(len(rows)), key=lambda rank: (speeds[rank].seconds(rows[rank] + 1), rank))] += 1
+    return rows
 
 
 def slowest(speeds: Sequence[Speed], rows: Sequence[int]) -> float:
@@ -157,6 +151,7 @@ class Balancer:
     Args:
         total: rows of a step on all ranks.
         least: fewest rows of a rank.
+        compiles: whether each new number of rows is compiled: later divisions then have to save as much as the first.
 
     Attributes:
         is_due: True if the ranks are to tell each other their speeds after this call.
@@ -171,8 +166,8 @@ class Balancer:
         (True, [8, 4])
     """
 
-    def __init__(self, total: int, least: int = 1):
-        self._total, self._least = total, least
+    def __init__(self, total: int, least: int = 1, compiles: bool = False):
+        self._total, self._least, self._gain = total, least, _FIRST_GAIN if compiles else _GAIN
         self._measured = Measured()
         self._calls, self._due, self._cold = 0, _WARM_UP + _WINDOW, _WARM_UP
         self._steps: list[float] = []
@@ -196,7 +191,8 @@ class Balancer:
             self._cold -= 1
             return
         self._steps.append(step)
-        self._measured.add(rows, computing)
+        # Two clocks may differ by more than a step that computes nearly nothing.
+        self._measured.add(rows, max(computing, _SHORTEST))
 
     def skip(self) -> None:
         """Count a call that was not measured."""
@@ -226,7 +222,7 @@ class Balancer:
         seconds = [speed.seconds(r) for speed, r in zip(self.speeds, rows, strict=True)]
         gain = max(seconds) - slowest(self.speeds, wanted)
         error = everyone[seconds.index(max(seconds))].error
-        least = max((_FIRST_GAIN if first else _GAIN) * step, _ERRORS * error)
+        least = max((_FIRST_GAIN if first else self._gain) * step, _ERRORS * error)
         self._certain = self._certain + 1 if gain > least else 0
         if self._certain < (_CERTAIN if first and gain < _PLAIN * least else 1):
             return None
