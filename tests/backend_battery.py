@@ -148,6 +148,13 @@ def trained(
     return model, logs
 
 
+def assert_close(model: keras.Model, weights: Iterable[np.ndarray]) -> None:
+    """Assert that the trained weights of a model are those of one process."""
+    for a, b in zip(model.trainable_variables, weights, strict=True):
+        # The loss does not depend on some weights, such as the bias of an attention's keys.
+        np.testing.assert_allclose(view_of(a), b, rtol=1e-5, atol=1e-6, err_msg=a.path)
+
+
 def assert_one_process(*cases: dict[str, object]) -> None:
     """Assert that all ranks end with the weights and the logs of one process, which each rank is for some cases."""
     comm = world.start()
@@ -160,9 +167,7 @@ def assert_one_process(*cases: dict[str, object]) -> None:
         model, logs = trained(**{"strategy": "all_reduce"} | case)  # type: ignore[arg-type]
         weights, expected = of_one_process[i]
         assert replicas.differing(model.weights, comm) == {}
-        for a, b in zip(model.trainable_variables, weights, strict=True):
-            # The loss does not depend on some weights, such as the bias of an attention's keys.
-            np.testing.assert_allclose(view_of(a), b, rtol=1e-5, atol=1e-6, err_msg=a.path)
+        assert_close(model, weights)
         for name, values in expected.items():
             np.testing.assert_allclose(logs[name], values, rtol=3e-5, err_msg=name)
 
@@ -244,8 +249,7 @@ def datasets_of_grain_that_each_rank_cuts_are_one_process() -> None:
     one, model = compiled(mlp()), compiled(mlp())
     expected = one.fit(words, classes, WHOLE, epochs=2, shuffle=False, verbose=0).history
     logs = model.fit(share, epochs=2, shuffle=False, verbose=0, callbacks=[Distribute()]).history
-    for a, b in zip(model.trainable_variables, one.trainable_variables, strict=True):
-        np.testing.assert_allclose(view_of(a), view_of(b), rtol=1e-5, atol=1e-6, err_msg=a.path)
+    assert_close(model, map(view_of, one.trainable_variables))
     np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=3e-5)
     with pytest.raises(ConfigError, match=re.escape("Do: give fit dataset[hvdx.rank() :: hvdx.size()].batch(n)")):
         hvdx.shard(samples, WHOLE)
@@ -367,8 +371,7 @@ def a_slow_worker_takes_fewer_rows_of_the_same_step() -> None:
         assert last[1] < rows // 2 - 1, last
         if strategy == "threshold":
             continue
-        for a, b in zip(made.trainable_variables, one.trainable_variables, strict=True):
-            np.testing.assert_allclose(view_of(a), view_of(b), rtol=1e-5, atol=1e-6, err_msg=a.path)
+        assert_close(made, map(view_of, one.trainable_variables))
         np.testing.assert_allclose(balanced["loss"], logs["loss"], rtol=3e-5)
 
 

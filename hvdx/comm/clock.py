@@ -1,8 +1,9 @@
 """Clock by which exchanges measure their parts: that of the machine; in a simulation, that of each virtual rank."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _local = threading.local()
 
@@ -20,6 +21,23 @@ def timer() -> Callable[[], float]:
     """
     found: Callable[[], float] = getattr(_local, "timer", time.perf_counter)
     return found
+
+
+@contextlib.contextmanager
+def measured(add: Callable[[float], object]) -> Iterator[None]:
+    """Call a function with the seconds that a block takes, unless it raises.
+
+    Example:
+        >>> seconds = []
+        >>> with measured(seconds.append):
+        ...     pass
+        >>> seconds[0] >= 0
+        True
+    """
+    now = timer()
+    begin = now()
+    yield
+    add(now() - begin)
 
 
 def use(function: Callable[[], float] | None) -> None:

@@ -149,6 +149,14 @@ def _is_whole(value: Any) -> bool:
     return _is_number(value) and value == int(value) and value >= 0
 
 
+def _are_whole(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_whole, value))
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _are_whole(value)
+
+
 def _is_metrics(value: object) -> bool:
     return isinstance(value, dict) and all(number is None or _is_number(number) for number in value.values())
 
@@ -167,7 +175,7 @@ _RULES: dict[str, list[tuple[str, bool, Callable[[Any], bool], str]]] = {
         ("size", False, lambda v: _is_whole(v) and v >= 1, "a whole number of 1 or more"),
         ("time", False, _is_number, "a number"),
         ("id", False, lambda v: isinstance(v, str | int), "a name"),
-        ("begin", False, lambda v: isinstance(v, list) and len(v) == 2 and all(map(_is_whole, v)), "two whole numbers"),
+        ("begin", False, _is_pair, "two whole numbers"),
     ],
     "epoch": [
         ("epoch", True, _is_whole, "a whole number"),
@@ -179,16 +187,11 @@ _RULES: dict[str, list[tuple[str, bool, Callable[[Any], bool], str]]] = {
     ],
     "death": [
         *((name, True, _is_number, "a number") for name in ("time", "left", "seconds")),
-        ("ranks", True, lambda v: isinstance(v, list) and bool(v) and all(map(_is_whole, v)), "ranks"),
+        ("ranks", True, _are_whole, "ranks"),
     ],
     "division": [
-        (
-            "position",
-            True,
-            lambda v: isinstance(v, list) and len(v) == 2 and all(map(_is_whole, v)),
-            "two whole numbers",
-        ),
-        ("rows", True, lambda v: isinstance(v, list) and bool(v) and all(map(_is_whole, v)), "rows of each rank"),
+        ("position", True, _is_pair, "two whole numbers"),
+        ("rows", True, _are_whole, "rows of each rank"),
     ],
     "clock": [(name, True, _is_number, "a number") for name in ("time", "offset", "error")],
     "end": [

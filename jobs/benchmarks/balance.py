@@ -154,20 +154,14 @@ def train(setting: argparse.Namespace) -> harness.Row:
         steps=setting.steps,
         balance="auto" if setting.way.startswith(_BALANCED) else "off",
     )
-    times: list[float] = []
-
-    class Watch(keras.callbacks.Callback):
-        """Times of the ends of steps."""
-
-        def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
-            times.append(time.perf_counter())
-
-    callbacks = [Watch()] if alone else [Watch(), hvdx.keras.Distribute()]
+    watch = harness.StepWatch(0, dict)
+    callbacks = [harness.callback(watch)] + ([] if alone else [hvdx.keras.Distribute()])
     model.fit(data, verbose=0, callbacks=callbacks)
+    steps = watch.seconds[_COMPILING + 1 :]
     held_out, accuracy = model.evaluate(loaded.test_x, loaded.test_y, 2000, verbose=0)
     return {
-        "steps": [b - a for a, b in zip(times[_COMPILING:], times[_COMPILING + 1 :], strict=False)],
-        "seconds": times[-1] - times[_COMPILING],
+        "steps": steps,
+        "seconds": sum(steps),
         "sizes": sizes,
         "loss": held_out,
         "accuracy": 100 * accuracy,

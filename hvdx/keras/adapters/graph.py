@@ -146,9 +146,7 @@ class GraphAdapter(Adapter):
         exchanges = int(self.exchanges.numpy())
         sent = exchanges * (self._exchange.sent if self._exchange is not None else 0) + int(self.rows_sent.numpy())
         elements = sum(s.elements for _, s in self._shared)
-        return Telemetry(
-            steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=float(self.seconds.numpy())
-        )
+        return Telemetry(steps=exchanges, elements=elements, sent=sent, received=sent, exchanging=self.seconds_away())
 
     def seconds_away(self) -> float:
         # `cost` reads two variables more, in every step.

@@ -125,11 +125,8 @@ def total(comm: Comm, numbers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor
     if backend.name() != "tensorflow":
 
         def add_up(vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
-            now = clock.timer()
-            begin = now()
-            sums = [comm.all_reduce_sum(v.astype(np.float64), name).astype(v.dtype) for v in vectors]
-            waited.add(now() - begin)
-            return sums
+            with clock.measured(waited.add):
+                return [comm.all_reduce_sum(v.astype(np.float64), name).astype(v.dtype) for v in vectors]
 
         (sums,) = stepped().on_host(add_up, [keras.ops.stack(list(numbers))])
         return [sums[i] for i in range(len(numbers))]

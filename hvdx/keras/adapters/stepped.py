@@ -202,6 +202,13 @@ class SteppedGradients(SteppedExchange):
         super().reset()
         self._seconds, self._exchanges, self._first_bad = 0.0, 0, (0, "")
 
+    def _add_seconds(self, more: float) -> None:
+        self._seconds += more
+
+    def seconds_away(self) -> float:
+        # The counters of an exchange on the host do not have the wait for the sum of rows before it.
+        return self._seconds
+
     def close(self) -> None:
         if self._unwatch is not None:
             self._unwatch()
@@ -214,10 +221,8 @@ class SteppedGradients(SteppedExchange):
         super().begin_batch(rows)
         # A callback may freeze layers.
         if self._sums is not None and all(v.trainable for v in self._watched):
-            now = clock.timer()
-            begin = now()
-            self._weight, self._given = self.share(rows), {}
-            self._seconds += now() - begin
+            with clock.measured(self._add_seconds):
+                self._weight, self._given = self.share(rows), {}
 
     def begin_call(
         self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient], variables: Sequence[Variable]
@@ -227,11 +232,8 @@ class SteppedGradients(SteppedExchange):
             return gradients
 
         def weigh(_: list[np.ndarray]) -> list[np.ndarray]:
-            now = clock.timer()
-            begin = now()
-            weight = np.asarray(self.share(rows), np.float32)
-            self._seconds += now() - begin
-            return [weight]
+            with clock.measured(self._add_seconds):
+                return [np.asarray(self.share(rows), np.float32)]
 
         (weight,) = stepped().on_host(weigh, [keras.ops.zeros((), "float32")])
         return [g * keras.ops.cast(weight, g.dtype) for g in gradients]
@@ -280,10 +282,8 @@ class SteppedGradients(SteppedExchange):
             )
 
     def _take_sums(self, arrays: list[np.ndarray]) -> Sequence[np.ndarray]:
-        now = clock.timer()
-        begin = now()
-        combined = cast(GivenSums, self._sums).take()
-        self._seconds += now() - begin
+        with clock.measured(self._add_seconds):
+            combined = cast(GivenSums, self._sums).take()
         self._exchanges += 1
         return self._results(combined, arrays)
 
@@ -291,17 +291,15 @@ class SteppedGradients(SteppedExchange):
         bad = first_bad(arrays)
         if bad >= 0 and not self._first_bad[0]:
             self._first_bad = self.steps.numpy() + 1, self.specs[bad].name
-        now = clock.timer()
-        begin = now()
-        weight = self.share(rows)
-        mine = [a if weight == 1.0 else a * a.dtype.type(weight) for a in arrays]
-        exchange = self._opened()
-        if isinstance(exchange, HostExchange):
-            given = StepInput([m.astype(np.float32, copy=False) for m in mine], finite=bad < 0)
-            combined: Sequence[object] = exchange.take(given)
-        else:
-            combined = exchange.step(mine)
-        self._seconds += now() - begin
+        with clock.measured(self._add_seconds):
+            weight = self.share(rows)
+            mine = [a if weight == 1.0 else a * a.dtype.type(weight) for a in arrays]
+            exchange = self._opened()
+            if isinstance(exchange, HostExchange):
+                given = StepInput([m.astype(np.float32, copy=False) for m in mine], finite=bad < 0)
+                combined: Sequence[object] = exchange.take(given)
+            else:
+                combined = exchange.step(mine)
         self._exchanges += 1
         return self._results(combined, arrays)
 

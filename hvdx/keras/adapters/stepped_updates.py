@@ -128,10 +128,9 @@ class SteppedUpdates(OwnOptimizers):
 
     def meet(self) -> None:
         """Send the change of the weights in this period, add the combined one to the shared weights, and go on."""
+        with clock.measured(rows.waited.add):
+            weight = self.share(self._rows)
         now = clock.timer()
-        begin = now()
-        weight = self.share(self._rows)
-        rows.waited.add(now() - begin)
         begin = now()
         common = [self._common[id(v)] for v in self.variables]
         if self._on_gpu:

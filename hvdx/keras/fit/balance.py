@@ -9,6 +9,7 @@ from hvdx.keras import backend
 from hvdx.keras.adapters import rows
 from hvdx.keras.fit import data
 from hvdx.keras.fit.attachment import Attachment
+from hvdx.keras.fit.batches import in_step
 from hvdx.keras.fit.divisions import Division
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.recording import Recording
@@ -19,8 +20,6 @@ from hvdx.keras.seams.layers import CombinedBatchNormalization
 from hvdx.keras.seams.models import layers_of
 from hvdx.keras.types import Logs
 from hvdx.log import Log
-from hvdx.strategies import Strategy
-from hvdx.strategies.contract import EACH_STEP
 
 _log = Log(__name__)
 
@@ -72,7 +71,8 @@ class Balance(Part):
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Measure the computing of the step; after some steps, compare the speeds and divide the rows. Collective."""
-        if self._division is None or not _in_step(self._attachment.strategy):
+        strategy = self._attachment.strategy
+        if self._division is None or strategy.provisional or not in_step(strategy):
             return
         self._add_step(self._division)
         if self._balancer.is_due:
@@ -127,12 +127,6 @@ class Balance(Part):
             f"rows of a step, the workers now take {', '.join(map(str, wanted))}, and the step is the same. "
             'hvdx.shard(..., balance="off") keeps their numbers equal.'
         )
-
-
-def _in_step(strategy: Strategy) -> bool:
-    """Return whether all ranks take the steps of a strategy together, and weigh as many rows as they have."""
-    apart = strategy.asynchronous or strategy.provisional or strategy.schedule != EACH_STEP
-    return strategy.weighs and not apart
 
 
 def _normalises(model: keras.Model) -> bool:

@@ -108,6 +108,11 @@ def agreed(offered: Sequence[Batches], may_idle: bool) -> Plan:
     )
 
 
+def in_step(strategy: Strategy) -> bool:
+    """Return whether all ranks take each step of a strategy together, and each weighs as many rows as it has."""
+    return strategy.schedule == EACH_STEP and not strategy.asynchronous and strategy.weighs
+
+
 class Losses:
     """Reduction of the losses of the step that is being traced.
 
@@ -127,8 +132,7 @@ class Losses:
         count: tf.Tensor | None,
     ):
         self._comm, self._plan, self._standard, self._record, self._count = comm, plan, standard, record, count
-        # Elsewhere ranks take steps of their own.
-        self._together = strategy.schedule == EACH_STEP and not strategy.asynchronous and strategy.weighs
+        self._together = in_step(strategy)
         self._exact = self._together and strategy.placement == "gradient"
         # No adapter can weigh the gradient of a split layer's part: it is a sum over the batches of the group.
         split = comm.mesh is not None

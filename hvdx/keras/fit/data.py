@@ -317,19 +317,17 @@ def _shard_arrays(
         def rows_of(step: int, epoch: int, rank: int, size: int) -> np.ndarray:
             begin = step * batch * size
             length = min(batch * size, count - begin)
-            if division is None:
-                return np.arange(begin + rank * length // size, begin + (rank + 1) * length // size)
-            low, high = division.bounds(epoch, step, rank)
+            low, high = _even(length, rank, size) if division is None else division.bounds(epoch, step, rank)
             return np.arange(begin + low, begin + high)
 
         known = steps if is_fixed else None
-        last = min(batch * size, count - (steps - 1) * batch * size)
-        return ArrayBatches(tensors, positions, known, batch, (rank + 1) * last // size - rank * last // size)
+        low, high = _even(min(whole, count - (steps - 1) * whole), rank, size)
+        return ArrayBatches(tensors, positions, known, batch, high - low)
 
     def even(step: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         begin = step * batch * size
-        length = tf.minimum(tf.cast(batch * size, tf.int64), count - begin)
-        return begin + rank * length // size, begin + (rank + 1) * length // size
+        low, high = _even(tf.minimum(tf.cast(batch * size, tf.int64), count - begin), rank, size)
+        return begin + low, begin + high
 
     def divided(epoch: np.ndarray, some: np.ndarray) -> np.ndarray:
         ends = [division.bounds(int(epoch), int(step), rank) for step in some]  # type: ignore[union-attr]
@@ -370,6 +368,13 @@ def _shard_arrays(
     return made
 
 
+def _even(
+    length: int | tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor
+) -> tuple[int | tf.Tensor, int | tf.Tensor]:
+    """Return the first of a rank's rows, and the row after its last, if all ranks have as many: integers or tensors."""
+    return rank * length // size, (rank + 1) * length // size
+
+
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turn off TensorFlow's tuning of a dataset that has nothing to tune.
 
@@ -393,7 +398,8 @@ def _steps_with_remainder(count: int, batch: int, rank: int, size: int) -> int:
 
 def _steps_of(count: int, batch: int, rank: int | tf.Tensor, size: int | tf.Tensor) -> int | tf.Tensor:
     full, rest = count // (batch * size), count % (batch * size)
-    more = (rank + 1) * rest // size > rank * rest // size
+    low, high = _even(rest, rank, size)
+    more = high > low
     return full + (tf.cast(more, tf.int64) if is_a(more, "Tensor") else int(more))
 
 

@@ -19,9 +19,8 @@ _WINDOW, _INTERVAL = 5, 0.2
 _APART = 0.1
 # Share of a step's seconds that a division has to save: the first one, which all ranks trace anew, and later ones.
 _FIRST_GAIN, _GAIN = 0.1, 0.04
-# Windows in a row in which the first division has to be worth it, unless it saves so many times what it has to; and
-# standard errors of the slowest rank that a division has to save. Ranks that are equally fast but for noise keep their
-# rows.
+# The first division needs its gain in two windows in a row, or in one window if the gain is three times the least one.
+# A gain is at least two standard errors of the slowest rank's seconds, so noise alone moves no rows.
 _CERTAIN, _PLAIN, _ERRORS = 2, 3.0, 2.0
 # Standard error of the median of normal numbers, times the root of their count: a multiple of the quartiles' distance.
 _ERROR_OF_MEDIAN = 0.93
@@ -132,7 +131,7 @@ def slowest(speeds: Sequence[Speed], rows: Sequence[int]) -> float:
 
 
 class Told(NamedTuple):
-    """What a rank tells the others.
+    """Speed and step time that a rank sends to the others.
 
     Attributes:
         speed: its speed if it is known.
