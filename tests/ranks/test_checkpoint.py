@@ -142,8 +142,10 @@ def test_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
     assert room or "GB of memory that are free on this host, so the training waits" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_a_division_of_rows_is_resumed_in_mid_epoch(folder, shuffle, monkeypatch):
+@pytest.mark.parametrize(
+    ("shuffle", "of"), [(True, tuple), (False, tuple), (False, tf.data.Dataset.from_tensor_slices)]
+)
+def test_a_division_of_rows_is_resumed_in_mid_epoch(folder, shuffle, of, monkeypatch):
     monkeypatch.setattr(Balancer, "is_due", False)
     rows, uneven = 4 * hvdx.size(), [1] * (hvdx.size() - 1) + [3 * hvdx.size() + 1]
     x = np.random.default_rng(1).normal(size=(10 * rows, 8)).astype("float32")
@@ -151,7 +153,7 @@ def test_a_division_of_rows_is_resumed_in_mid_epoch(folder, shuffle, monkeypatch
     def trained(divided, epochs, *callbacks):
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
         model.compile(MOMENTUM["sgd"](), "mse")
-        share = hvdx.shard((x, x[:, :1]), global_batch_size=rows, shuffle=shuffle)
+        share = hvdx.shard(of((x, x[:, :1])), global_batch_size=rows, shuffle=shuffle)
         if hvdx.rank() == 0 and not shuffle:
             next(iter(share))  # the numbers of its orders are then ahead
         if divided:

@@ -259,10 +259,11 @@ class Slow(keras.Model):
 
 
 @pytest.mark.graph
-def test_a_slow_worker_takes_fewer_rows_of_the_same_step(capfd, monkeypatch):
+@pytest.mark.parametrize("of", [tuple, tf.data.Dataset.from_tensor_slices])
+def test_a_slow_worker_takes_fewer_rows_of_the_same_step(of, capfd, monkeypatch):
     monkeypatch.setattr(Slow, "sizes", [])
     data, together = rows(32 * 16), 16
-    arrays = data["x"], data["targets"]
+    arrays = of((data["x"], data["targets"]))
     made = network("targets", kind=Slow)
     made.compile(SGD(), "mse")
     share = hvdx.shard(arrays, global_batch_size=together).map(lambda x, y: (x, y))

@@ -178,7 +178,7 @@ def shard(
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
     batch = _batch(batch_size, global_batch_size, size)
     compared = size == joined.size > 1
-    whole = drop_remainder and not dealt and not is_dataset(data)
+    whole = drop_remainder and not dealt
     division = _division(balance, global_batch_size if whole else None, size, compared)
     in_pipeline = is_a(data, "data.Dataset") or backend.name() == "tensorflow"
     place = _Place.of(rank, size, in_pipeline) if dealt else _Place(rank, size)
@@ -196,7 +196,10 @@ def shard(
             )
         if compared:
             shares.check_order(data)
-        return marked(_shard_dataset(data, batch, shuffle, seed, drop_remainder, steps, place, size), data, shuffle)
+        own = _shard_dataset(data, batch, shuffle, seed, drop_remainder, steps, place, size, division)
+        if division is not None:
+            _divisions[own] = division
+        return marked(own, data, shuffle)
     tensors = arrays.tensors_of(data)
     if batch is None:
         raise ConfigError("shard: batch_size: expected the samples a step on each rank, got None.")
@@ -329,10 +332,6 @@ def _shard_arrays(
         low, high = _even(tf.minimum(tf.cast(batch * size, tf.int64), count - begin), rank, size)
         return begin + low, begin + high
 
-    def divided(epoch: np.ndarray, some: np.ndarray) -> np.ndarray:
-        ends = [division.bounds(int(epoch), int(step), rank) for step in some]  # type: ignore[union-attr]
-        return np.array(ends) + some[:, None] * whole
-
     def batch_of(low: tf.Tensor, high: tf.Tensor, epoch: tf.Tensor) -> Structure:
         positions = tf.range(low, high)
         if shuffle:
@@ -354,10 +353,8 @@ def _shard_arrays(
             return numbered.map(
                 lambda step: batch_of(*even(step, rank, size), epoch), num_parallel_calls=2, deterministic=True
             )
-        # A call of Python takes as long as a small step.
-        ends = numbered.batch(_AHEAD).map(lambda some: tf.numpy_function(divided, [epoch, some], tf.int64))
-        one_by_one = ends.map(lambda pairs: tf.ensure_shape(pairs, [None, 2])).unbatch()
-        return one_by_one.map(lambda pair: batch_of(pair[0], pair[1], epoch), num_parallel_calls=2, deterministic=True)
+        ends = _bounds(division, numbered, epoch, rank)
+        return ends.map(lambda pair: batch_of(pair[0], pair[1], epoch), num_parallel_calls=2, deterministic=True)
 
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
     if is_fixed:
@@ -366,6 +363,18 @@ def _shard_arrays(
     # TensorFlow does not know the length of the gathered rows; `batch_size` reads it here.
     set_batch_size(made, batch)
     return made
+
+
+def _bounds(division: Division, steps: tf.data.Dataset, epoch: tf.Tensor, rank: int) -> tf.data.Dataset:
+    """Return the first of a rank's samples in each step, counted from the first step on, and the one after its last."""
+
+    def divided(epoch: np.ndarray, some: np.ndarray) -> np.ndarray:
+        ends = [division.bounds(int(epoch), int(step), rank) for step in some]
+        return np.array(ends) + some[:, None] * division.total
+
+    # A call of Python takes as long as a small step.
+    ends = steps.batch(_AHEAD).map(lambda some: tf.numpy_function(divided, [epoch, some], tf.int64))
+    return ends.map(lambda pairs: tf.ensure_shape(pairs, [None, 2])).unbatch()
 
 
 def _even(
@@ -412,6 +421,7 @@ def _shard_dataset(
     steps: int | None,
     place: _Place,
     size: int,
+    division: Division | None,
 ) -> tf.data.Dataset:
     count = int(data.cardinality())
     if count < 0 and steps is None:
@@ -441,6 +451,8 @@ def _shard_dataset(
         return _changing_share(
             data, place, batch, drop_remainder, steps or (count // per_step if drop_remainder else 0)
         )
+    if division is not None:
+        return _divided_share(data, division, steps or count // per_step, place.own_rank)
     data = data.shard(size, place.rank)
     if batch is not None:
         data = data.batch(batch, drop_remainder=drop_remainder)
@@ -461,6 +473,28 @@ def _changing_share(
 
     dataset = tf.data.Dataset.range(1).flat_map(share)
     return (dataset.apply(tf.data.experimental.assert_cardinality(steps)) if steps else dataset).prefetch(2)
+
+
+def _divided_share(data: tf.data.Dataset, division: Division, steps: int, rank: int) -> tf.data.Dataset:
+    """Return a share with a rank's rows of each step, the samples of which are in a row."""
+    ranks = len(division.latest)
+    passes = tf.Variable(-1, dtype=tf.int64, trainable=False)
+    _shares.append(_Share(weakref.ref(passes), steps, division.total, ranks))
+    # A window holds the samples themselves: only those of this rank are copied to a batch.
+    windows = data.window(division.total, drop_remainder=True)
+
+    def cut(window: Structure, pair: tf.Tensor) -> tf.data.Dataset:
+        first, rows = pair[0] % division.total, pair[1] - pair[0]
+        return tf.data.Dataset.zip(tf.nest.map_structure(lambda d: d.skip(first).take(rows).batch(rows), window))
+
+    def share(_: tf.Tensor) -> tf.data.Dataset:
+        ends = _bounds(division, tf.data.Dataset.range(steps), passes.assign_add(1), rank)
+        return tf.data.Dataset.zip((windows, ends)).flat_map(cut)
+
+    dataset = tf.data.Dataset.range(1).flat_map(share)
+    made = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
+    set_batch_size(made, division.total // ranks)
+    return made
 
 
 def batch_size(dataset: tf.data.Dataset | ArrayBatches | None) -> int | None:

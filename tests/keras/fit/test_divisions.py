@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,15 +64,15 @@ def test_a_pipeline_waits_at_the_position_that_is_held_and_no_earlier():
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("framework", ["tensorflow", "jax"])
+@pytest.mark.parametrize("framework", ["tensorflow", "jax", "dataset"])
 def test_any_division_is_the_step_of_one_process(framework, shuffle, monkeypatch):
-    monkeypatch.setattr(backend, "name", lambda: framework)
+    monkeypatch.setattr(backend, "name", lambda: "jax" if framework == "jax" else "tensorflow")
+    samples = tf.data.Dataset.range(50) if framework == "dataset" else np.arange(50)
     changes = [((0, 2), [1, 5, 6]), ((1, 0), [4, 4, 4]), ((1, 1), [10, 1, 1])]
     shares = [
-        hvdx.shard(np.arange(50), global_batch_size=12, shuffle=shuffle, balance=changes, rank=r, size=3)
-        for r in range(3)
+        hvdx.shard(samples, global_batch_size=12, shuffle=shuffle, balance=changes, rank=r, size=3) for r in range(3)
     ]
-    whole = hvdx.shard(np.arange(50), 12, shuffle=shuffle, rank=0, size=1)
+    whole = hvdx.shard(samples, 12, shuffle=shuffle, rank=0, size=1)
     for sizes in ([[4, 4, 4]] * 2 + [[1, 5, 6]] * 2, [[4, 4, 4]] + [[10, 1, 1]] * 3):
         steps = list(zip(*([np.asarray(b) for b in share] for share in shares), strict=True))
         assert [[len(b) for b in step] for step in steps] == sizes
