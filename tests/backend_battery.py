@@ -348,6 +348,14 @@ def a_slow_worker_takes_fewer_rows_of_the_same_step() -> None:
     comm, rows = world.start(), 16
     sizes: list[int] = []
 
+    def shared(words: np.ndarray, y: np.ndarray, strategy: str) -> object:
+        if strategy == "all_reduce" or keras.config.backend() != "torch":
+            return hvdx.shard((words, y), global_batch_size=rows)
+        from torch.utils.data import DataLoader
+
+        samples = [*zip(words, y, strict=True)]
+        return DataLoader(samples, batch_sampler=hvdx.shard(range(len(words)), global_batch_size=rows))
+
     def slowly(arrays: object, at: np.ndarray) -> object:
         time.sleep(len(at) * (6e-3 if comm.rank == 1 else 6e-4))
         sizes.append(len(at))
@@ -363,7 +371,7 @@ def a_slow_worker_takes_fewer_rows_of_the_same_step() -> None:
         sizes.clear()
         one, made = compiled(make()), compiled(make())
         logs = one.fit(hvdx.shard((words, y), rows, rank=0, size=1), verbose=0).history
-        share = hvdx.shard((words, y), global_batch_size=rows)
+        share = shared(words, y, strategy)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(array_batches, "rows_at", slowly)
             balanced = made.fit(share, verbose=0, callbacks=[Distribute(strategy, check_every=1)]).history

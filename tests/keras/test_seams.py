@@ -21,6 +21,8 @@ import tensorflow as tf
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvdx.keras import seams
+from hvdx.keras.fit.array_batches import ArrayBatches
+from hvdx.keras.fit.samples import Rows
 from hvdx.keras.seams import callbacks, frames, graphs, iterators, layers, losses, models, optimizers, pipelines
 from hvdx.keras.seams.layers import KerasVariable
 
@@ -189,6 +191,14 @@ def check_count_map_dataset():
     assert seen(batches.repeat(), steps_per_epoch=1) == [None, None, None]
     assert seen(batches.to_iter_dataset(), steps_per_epoch=1) == [None, None, None]
     assert seen(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4))[:2] == [None, 2]
+
+
+def check_sampler_of():
+    torch = pytest.importorskip("torch")
+    sampler = ArrayBatches(Rows(np.arange(8)), lambda: iter(np.split(np.arange(8), 4)), 4, 2, 2)
+    loader = torch.utils.data.DataLoader([*zip(X, Y, strict=True)], batch_sampler=sampler)
+    assert in_fit(lambda c: iterators.sampler_of(frames.epoch_iterator(c)), data=loader) is sampler
+    assert in_fit(lambda c: iterators.sampler_of(frames.epoch_iterator(c))) is None
 
 
 def check_lengthen_epochs():

@@ -3,72 +3,34 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvdx.errors import ConfigError, HvdxError
+from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.backend import is_a, on_cpu, tf
+from hvdx.keras.fit.samples import SINGLE, Rows, columns_of, is_plain, is_source
 from hvdx.keras.types import Arrays, Structure, TensorLike
-from hvdx.keras.variables import dtype_of
 
 _SPARSE = "Give a tf.data.Dataset.from_tensor_slices(...) of a tf.sparse.SparseTensor, or a dense array."
+
+_OWN = (
+    "A PyDataset or a generator divides the data itself, by hvdx.rank() and hvdx.size(): give it to fit directly, a "
+    "generator with steps_per_epoch=."
+)
+_REMEDIES = {
+    "grain": "Give fit a DataLoader of Grain with ShardOptions(hvdx.rank(), hvdx.size()), and steps_per_epoch=.",
+    "torch": "On JAX and PyTorch, give fit DataLoader(data, batch_sampler=hvdx.shard(range(len(data)), n)).",
+}
 
 _SCALAR = "shard: data: expected arrays with a sample in each row, got the single value {!r}."
 
 # Bytes of an array that stays where it is. A smaller one is copied once: a batch through Python takes 70 us longer if
 # its rows are short.
 _LARGE = 1 << 26
-
-_SINGLE = (bool, int, float, complex, str, bytes, np.generic)
-
-
-class Rows:
-    """Large NumPy array that stays where it is, also in a file (`numpy.memmap`): only its batches become tensors.
-
-    Args:
-        array: numbers[n, ...] in the byte order of this machine.
-
-    Attributes:
-        shape: shape of the array.
-        dtype: dtype of the batches.
-
-    Example:
-        >>> rows = Rows(np.arange(6.0).reshape(3, 2))
-        >>> rows[1:].at(tf.constant([1, 0])).numpy().tolist(), rows.dtype.name
-        ([[4.0, 5.0], [2.0, 3.0]], 'float32')
-    """
-
-    def __init__(self, array: np.ndarray):
-        self._array, self.shape = array, array.shape
-        self.dtype = dtype_of(keras.config.floatx()) if array.dtype.kind == "f" else array.dtype
-
-    def __getitem__(self, key: slice) -> Rows:
-        return Rows(self._array[key])
-
-    def read(self, at: np.ndarray) -> np.ndarray:
-        """Return the rows at some positions, int64[m], as [m, ...]."""
-        # `numpy.take` would first copy the whole of an array that is not contiguous.
-        return self._array[at].astype(self.dtype, copy=False)
-
-    def at(self, positions: tf.Tensor) -> tf.Tensor:
-        """Return the rows at some positions, int64[m], as a tensor [m, ...]."""
-        # TensorFlow keeps the function until the process ends; the dataset keeps this object.
-        reference = weakref.ref(self)
-
-        def read(at: np.ndarray) -> np.ndarray:
-            rows = reference()
-            if rows is None:
-                raise HvdxError("shard: the dataset was deleted while it was read. Keep it until its iterators end.")
-            return rows.read(at)
-
-        batch = tf.numpy_function(read, [positions], tf.as_dtype(self.dtype), stateful=False)
-        batch.set_shape([*positions.shape, *self.shape[1:]])
-        return batch
 
 
 def tensors_of(data: Arrays) -> Structure:
@@ -161,16 +123,11 @@ def _converted(data: Arrays) -> Structure:
     if isinstance(data, tuple):
         parts: list[Any] = [_converted(value) for value in data]
         return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
-    if isinstance(data, list) and not _is_plain(data):
+    if isinstance(data, list) and not is_plain(data):
         return tuple(_converted(value) for value in data)
-    return None if data is None else _tensor(data)
-
-
-def _is_plain(data: list[Arrays]) -> bool:
-    """Return whether a list is one array: it holds numbers or strings, or such lists, and no arrays."""
-    # The first element decides, since a list may hold millions.
-    first = data[0] if data else 0
-    return _is_plain(first) if isinstance(first, list) else isinstance(first, _SINGLE)
+    if data is None:
+        return None
+    return columns_of(data) if is_source(data) else _tensor(data)
 
 
 def _tensor(array: TensorLike) -> tf.Tensor | tf.RaggedTensor | Rows:
@@ -203,15 +160,11 @@ def _numpy(array: Any, kind: str) -> np.ndarray:
         values = array.to_numpy()
         # Like `fit`: a column becomes [n, 1].
         array = values[:, None] if values.ndim == 1 else values
-    elif not hasattr(array, "__array__") and not isinstance(array, (list, *_SINGLE)):
-        remedy = (
-            "Do: give fit dataset[hvdx.rank() :: hvdx.size()].batch(n); a DataLoader of Grain takes "
-            "ShardOptions(hvdx.rank(), hvdx.size()), and fit steps_per_epoch=."
-            if kind.startswith("grain.")
-            else "A PyDataset or a generator divides the data itself, by hvdx.rank() and hvdx.size(): give it to fit "
-            "directly, a generator with steps_per_epoch=."
+    elif not hasattr(array, "__array__") and not isinstance(array, (list, *SINGLE)):
+        remedy = _REMEDIES.get(kind.partition(".")[0], _OWN)
+        raise ConfigError(
+            f"shard: data: expected arrays, a tf.data.Dataset or a map-style dataset, got {kind}. {remedy}"
         )
-        raise ConfigError(f"shard: data: expected arrays or a tf.data.Dataset, got {kind}. {remedy}")
     try:
         array = np.asarray(array)
     except ValueError as error:

@@ -15,7 +15,7 @@ from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.fit.speeds import Balancer
 from hvdx.keras.seams.frames import epoch_iterator
-from hvdx.keras.seams.iterators import dataset_of
+from hvdx.keras.seams.iterators import dataset_of, sampler_of
 from hvdx.keras.seams.layers import CombinedBatchNormalization
 from hvdx.keras.seams.models import layers_of
 from hvdx.keras.types import Logs
@@ -48,7 +48,8 @@ class Balance(Part):
 
     def offer(self) -> bool:
         """Return whether the rows of this rank's data can be divided anew."""
-        self._division = data.division_in(dataset_of(epoch_iterator(self)))
+        iterator = epoch_iterator(self)
+        self._division = data.division_in(sampler_of(iterator) or dataset_of(iterator))
         shapes = [getattr(tensor, "shape", ()) for tensor in getattr(self.model, "inputs", None) or ()]
         free = all(shape[0] is None for shape in shapes if shape)
         return self._division is not None and not self._division.planned and free and not self._comm.survives

@@ -21,7 +21,14 @@ from hvdx.keras.backend import tf
 from hvdx.keras.fit import data
 from hvdx.keras.fit.array_batches import ArrayBatches
 from hvdx.keras.seams.frames import epoch_iterator
-from hvdx.keras.seams.iterators import arrays_of, batch_size_of, dataset_of, epoch_is_one_pass, last_batch_of
+from hvdx.keras.seams.iterators import (
+    arrays_of,
+    batch_size_of,
+    dataset_of,
+    epoch_is_one_pass,
+    last_batch_of,
+    sampler_of,
+)
 from hvdx.keras.seams.losses import is_builtin, weights_of
 from hvdx.keras.seams.replacing import Method
 from hvdx.keras.types import Gradient, TensorLike, Variable
@@ -77,12 +84,13 @@ def of(callback: keras.callbacks.Callback) -> Batches:
     specs = [s for s in keras.tree.flatten(getattr(dataset, "element_spec", ())) if hasattr(s, "shape")]
     shapes = [s.shape for s in specs if s.shape.rank]
     fixed = bool(shapes) and all(shape[0] is not None for shape in shapes)
-    full = shapes[0][0] if fixed else batch_size_of(iterator) or data.batch_size(dataset)
+    share = sampler_of(iterator) or dataset
+    full = shapes[0][0] if fixed else batch_size_of(iterator) or data.batch_size(share)
     last = full if fixed else last_batch_of(iterator)
-    division = data.division_in(dataset)
+    division = data.division_in(share)
     if division is not None:
         # TensorFlow knows no batch size of such a share, whose batches are full wherever they are equal.
-        last = data.batch_size(dataset) if division.is_even else None
+        last = data.batch_size(share) if division.is_even else None
     one_pass = iterator is not None and epoch_is_one_pass(iterator)
     known: tuple[str, ...] | None = tuple(str(s[1:]) for s in shapes)
     if backend.name() != "tensorflow":

@@ -136,7 +136,8 @@ def shard(
 
     Args:
         data: arrays of one length as `fit` takes them: an array, or a tuple, list or dictionary of arrays, such as
-            `(x, y)`; or a `tf.data.Dataset`. As in `fit`, floating-point arrays are cast to `keras.config.floatx()`.
+            `(x, y)`; or a `tf.data.Dataset`; or a map-style dataset, of PyTorch, Grain or others, which has `len` and a
+            sample at each position. As in `fit`, floating-point arrays are cast to `keras.config.floatx()`.
             NumPy arrays of 64 MiB or more are not copied, and a `numpy.memmap` stays in its file: do not change them.
         batch_size: samples a step on this rank; required for arrays. For a dataset, None leaves its elements as they
             are, and each element is a step.
@@ -151,7 +152,7 @@ def shard(
             batches are then smaller, and the numbers of steps may differ by one between ranks.
         steps: steps an epoch; required for a dataset of unknown size.
         initial_epoch: number of the first epoch, on which its order depends; arrays only.
-        balance: "auto": with `global_batch_size`, arrays and full steps, a rank that computes more slowly than others
+        balance: "auto": with `global_batch_size` and full steps, a rank that computes more slowly than others
             takes fewer of the rows of each step, which stays the same step. "off": all take as many. Or the changes
             of an earlier run: pairs of a position (number of the order, step in it) and each rank's rows from there on.
         rank, size: rank whose share is returned, and number of ranks; by default those of this process.
@@ -245,8 +246,8 @@ def _division(balance: object, total: int | None, size: int, measured: bool) -> 
         return None
     if total is None and not isinstance(balance, str):
         raise ConfigError(
-            "shard: balance: expected arrays, global_batch_size= and full steps beside changes, got others. Do: give "
-            "them, leave drop_remainder out, and start without --survive."
+            "shard: balance: expected global_batch_size= and full steps beside changes, got others. Do: give "
+            "it, leave drop_remainder out, and start without --survive."
         )
     even = [(total or 0) // size] * size
     if balance == "auto":

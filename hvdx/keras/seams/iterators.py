@@ -73,6 +73,16 @@ def dataset_of(iterator: EpochIterator) -> tf.data.Dataset | OwnBatches | None:
     return dataset if backend.name() == "tensorflow" or is_dataset(dataset) else None
 
 
+def sampler_of(iterator: EpochIterator | None) -> OwnBatches | None:
+    """Return the share of positions by which a PyTorch `DataLoader` of a fit makes its batches; None for other data.
+
+    Relies on: `TorchDataLoaderAdapter._dataloader`.
+    """
+    loader = getattr(getattr(iterator, "data_adapter", None), "_dataloader", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler if isinstance(sampler, OwnBatches) else None
+
+
 def _holder(iterator: EpochIterator) -> tuple[object, str]:
     """Return the object that holds the dataset of a fit, and the name of its attribute."""
     if backend.name() == "tensorflow":

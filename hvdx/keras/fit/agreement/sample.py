@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from hvdx.keras.backend import is_a, tf
-from hvdx.keras.fit.arrays import Rows
+from hvdx.keras.fit.samples import Column, Rows
 from hvdx.keras.types import Arrays
 from hvdx.keras.variables import dtype_of
 
@@ -110,6 +110,9 @@ def _rows(array: tf.Tensor | np.ndarray | Rows, paths: bool) -> np.ndarray:
         rows = tf.gather(array, at).numpy()
     elif isinstance(array, Rows):
         rows = array.read(at)
+        if isinstance(array, Column) and not np.array_equal(array.read(at), rows):
+            # A dataset that augments at random has other rows each time.
+            return np.zeros(0)
     else:
         rows = np.asarray(array[at])
     rows = rows.reshape(len(at), -1)
