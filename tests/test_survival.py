@@ -29,7 +29,7 @@ x, y = np.random.default_rng(7).normal(size=(256, 6)).astype("float32"), np.aran
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(),
                           keras.layers.Dense(1)])
 model.compile(keras.optimizers.Adam(0.01), "mse")
-train, validation = hvdx.shard((x, y), 4, validation_split=0.25)
+train, validation = hvdx.shard((x, y), global_batch_size=16, validation_split=0.25)
 
 class Deaths(keras.callbacks.Callback):
     fit = 0
@@ -55,9 +55,7 @@ fit("all_reduce", keras.callbacks.CSVLogger(folder + "/log.csv"),
 fit("threshold:period=3")
 mine = [float(target) for _, targets in train for target in targets]
 together = [target for some in start().all_gather_object(mine, "a test") for target in some]
-alone, _ = hvdx.shard((x, y), 4, validation_split=0.25, rank=0, size=1, initial_epoch=6)
-first = [float(target) for _, targets in alone for target in targets][: len(together)]
-print("SAMPLES", len(together), sorted(together) == sorted(first), "RANKS", list(start().world_ranks), flush=True)
+print("SAMPLES", len(together), len(set(together)), "RANKS", list(start().world_ranks), flush=True)
 """
 
 
@@ -84,8 +82,9 @@ def test_trainings_end_with_equal_weights_after_deaths(backend, tmp_path):
     runs = read(tmp_path / "record")
     assert [(run.complete, run.dead, len(run.interruptions)) for run in runs] == [(True, {0}, 1), (True, {1}, 1)]
     assert min(run.goodput for run in runs) > 0.9
-    # The two that are left take the first half of the samples of a pass: 12 steps of 4 each, none twice.
-    assert "SAMPLES 96 True RANKS [1, 3]" in done.out, done
+    assert re.findall("of the 16 rows of a step, the workers now take (.*), so", done.out) == ["6, 5, 5"], done
+    # The two that are left take all samples of a pass, in 12 steps of 16.
+    assert "SAMPLES 192 192 RANKS [1, 3]" in done.out, done
 
 
 # Four workers. Rank 3 dies in `predict`, rank 2 in `evaluate`, and rank 0 in the last callback of a fit, which is a
@@ -159,7 +158,7 @@ x, y = np.random.default_rng(7).normal(size=(64, 6)).astype("float32"), np.arang
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.1), keras.layers.BatchNormalization(),
                           keras.layers.Dense(1)])
 model.compile(keras.optimizers.Adam(0.01), "mse")
-train, comm = hvdx.shard((x, y), 4), start()
+train, comm = hvdx.shard((x, y), global_batch_size=8), start()
 
 class Deaths(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
@@ -210,7 +209,7 @@ keras.utils.set_random_seed(0)
 x, y = np.random.default_rng(7).normal(size=(240, 6)).astype("float32"), np.arange(240, dtype="float32") / 240
 model = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
 model.compile(keras.optimizers.SGD(0.01), "mse")
-train, comm = hvdx.shard((x, y), 4), start()
+train, comm = hvdx.shard((x, y), global_batch_size=8), start()
 me = comm.rank
 
 class Deaths(keras.callbacks.Callback):

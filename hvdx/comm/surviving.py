@@ -333,10 +333,11 @@ class SurvivingComm(Comm):
             _log.warning(f"an exchange failed, and nobody died; it was repeated after {seconds:.2f} s ({error}).")
             return
         died = [f"rank {rank} on {self._hosts[rank]}" for rank in ranks]
-        head = f"{' and '.join(died)} {'has' if len(died) == 1 else 'have'}"
+        head, its = f"{' and '.join(died)} {'has' if len(died) == 1 else 'have'}", "its" if len(died) == 1 else "their"
         _log.warning(
-            f"{head} died; {self.size} of {self._full} ranks train on after {seconds:.3f} s. Lost: the rest of "
-            "the samples of the dead in this epoch, and what they had trained and not exchanged (residual, own steps)."
+            f"{head} died; {self.size} of {self._full} ranks train on after {seconds:.3f} s. Lost: {its} updates that "
+            f"were not exchanged (residual, own steps) and, without global_batch_size, the rest of {its} samples in "
+            "this epoch."
         )
 
     # -- spares -------------------------------------------------------------------------------------------------------

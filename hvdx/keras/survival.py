@@ -57,7 +57,9 @@ class Survival:
     def begin(self) -> None:
         """Begin a fit."""
         callback_list.unmute(self._muted)
-        self._taken = self._dealt = self._comm.recoveries
+        self._taken, self._dealt = self._comm.recoveries, 0
+        # Workers may have died in the last epoch of the fit before.
+        self.deal()
         self._ended = None, None
 
     def wait(self) -> None:

@@ -153,5 +153,6 @@ def share(comm: Comm, rows: tf.Tensor, name: str) -> tf.Tensor:
         rows: float64 scalar, rows of this rank's step.
         name: see `total`.
     """
-    (everywhere,) = total(comm, [rows], f"{name}.rows")
-    return tf.math.divide_no_nan(rows * comm.size, everywhere)
+    # Where ranks may die, their number in the graph would be that of the ranks that traced it.
+    everywhere, ranks = total(comm, [rows, tf.ones((), tf.float64)], f"{name}.rows")
+    return tf.math.divide_no_nan(rows * ranks, everywhere)

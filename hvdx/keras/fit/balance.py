@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import keras
 
 from hvdx.comm import Comm, clock
+from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.adapters import rows
 from hvdx.keras.fit import data
@@ -41,6 +42,8 @@ class Balance(Part):
         self._comm, self._attachment, self._recording = comm, attachment, recording
         self._division: Division | None = None
         self._balancer = Balancer(0)
+        # Recoveries after which the rows of the dead have been dealt.
+        self._dealt = comm.recoveries
         self._now = clock.timer()
         # At the end of the last call that was measured: time, seconds in exchanges, rows; and calls since.
         self._since = 0
@@ -52,7 +55,12 @@ class Balance(Part):
         self._division = data.division_in(sampler_of(iterator) or dataset_of(iterator))
         shapes = [getattr(tensor, "shape", ()) for tensor in getattr(self.model, "inputs", None) or ()]
         free = all(shape[0] is None for shape in shapes if shape)
-        return self._division is not None and not self._division.planned and free and not self._comm.survives
+        if self._division is not None and self._comm.survives and not free:
+            raise ConfigError(
+                "fit: a model with a fixed batch size cannot take the rows of a worker that dies. Do: "
+                'hvdx.shard(..., balance="off"), or an Input without batch_size.'
+            )
+        return self._division is not None and not self._division.planned and free
 
     def agree(self, offered: list[bool]) -> None:
         """Begin with the rows of the fit before, if the data of all ranks can be divided."""
@@ -60,15 +68,23 @@ class Balance(Part):
             self._division = None
         if self._division is not None:
             self._division.begin()
-            if self._attachment.plan.even and not self._division.is_even:
+            if not self._division.is_even:
                 # A checkpoint was restored after the batches were compared.
-                self._attachment.weigh_by_rows()
-            least = max(self._division.total // self._comm.size // 2, 1) if _normalises(self.model) else 1
-            self._balancer = Balancer(self._division.total, least, compiles=backend.name() == "jax")
+                self._weigh()
+            self._begin_measuring(self._division)
+
+    def _begin_measuring(self, division: Division) -> None:
+        self._dealt = self._comm.recoveries
+        least = max(division.total // self._comm.size // 2, 1) if _normalises(self.model) else 1
+        self._balancer = Balancer(division.total, least, compiles=backend.name() == "jax")
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Measure no validation."""
+        """Measure no validation; after deaths, the ranks may have different rows from now on."""
         self._last = None
+        if self._division is not None and self._dealt != self._comm.recoveries:
+            # Ranks that have joined have measured nothing yet.
+            self._begin_measuring(self._division)
+            self._weigh()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Measure the computing of the step; after some steps, compare the speeds and divide the rows. Collective."""
@@ -76,7 +92,7 @@ class Balance(Part):
         if self._division is None or strategy.provisional or not in_step(strategy):
             return
         self._add_step(self._division)
-        if self._balancer.is_due:
+        if self._balancer.is_due or self._dealt != self._comm.recoveries:
             begin = self._now()
             self._meet(self._division)
             if self._last is not None:
@@ -98,35 +114,45 @@ class Balance(Part):
         steps = (self.model.steps_per_execution or 1) * self._since
         self._since = 0
         seconds, exchanging, taken = ((b - a) / steps for a, b in zip(before, self._last, strict=True))
-        mine = division.latest[self._comm.rank] if self._attachment.plan.even else taken
+        mine = division.latest[division.rank] if self._attachment.plan.even else taken
         self._balancer.add(mine, seconds - exchanging, seconds)
 
     def _meet(self, division: Division) -> None:
         """Tell the others the speed of this rank, and divide the rows anew if that is worth it. Collective."""
         even = self._attachment.plan.even
         try:
-            told = self._comm.all_gather_object((self._balancer.tell(), division.hold()), "the speeds of the ranks")
-            wanted = self._balancer.decide([theirs for theirs, _ in told], division.latest, even)
+            mine = (division.rank, division.hold(), self._balancer.tell())
+            places, held, told = zip(*self._comm.all_gather_object(mine, "the speeds of the ranks"), strict=True)
+            self._dealt = self._comm.recoveries
+            wanted = self._balancer.decide(told, [division.latest[place] for place in places], even)
             if wanted is None:
                 return
             if even:
-                self._attachment.weigh_by_rows()
-                self._say(wanted)
-            at = max(held for _, held in told)
-            division.change(at, wanted)
-            self._recording.divide(at, wanted)
+                self._say(wanted, len(places) < len(division.latest))
+                self._weigh()
+            dealt = dict(zip(places, wanted, strict=True))
+            by_place = [dealt.get(place, 0) for place in range(len(division.latest))]
+            division.change(max(held), by_place)
+            self._recording.divide(max(held), by_place)
         finally:
             division.release()
 
-    def _say(self, wanted: Sequence[int]) -> None:
+    def _weigh(self) -> None:
+        if self._attachment.plan.even:
+            self._attachment.weigh_by_rows()
+
+    def _say(self, wanted: Sequence[int], after_death: bool) -> None:
         if self._comm.rank:
+            return
+        rows = f"of the {sum(wanted)} rows of a step, the workers now take {', '.join(map(str, wanted))}"
+        if after_death:
+            _log.info(f"{rows}, so a step has as many as before.")
             return
         seconds = [speed.seconds(sum(wanted) / len(wanted)) for speed in self._balancer.speeds]
         slow = max(range(len(seconds)), key=seconds.__getitem__)
         _log.info(
-            f"worker {slow} is {seconds[slow] / min(seconds):.1f} times slower than the fastest: of the {sum(wanted)} "
-            f"rows of a step, the workers now take {', '.join(map(str, wanted))}, and the step is the same. "
-            'hvdx.shard(..., balance="off") keeps their numbers equal.'
+            f"worker {slow} is {seconds[slow] / min(seconds):.1f} times slower than the fastest: {rows}, and the step "
+            'is the same. hvdx.shard(..., balance="off") keeps their numbers equal.'
         )
 
 

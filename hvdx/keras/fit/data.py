@@ -28,7 +28,8 @@ Share: TypeAlias = "tf.data.Dataset | ArrayBatches"
 
 # Positions in the order of a share of arrays that NumPy draws at a time: a call takes some milliseconds.
 _POSITIONS = 1 << 14
-# Steps whose rows are divided at a time where the division among the ranks may change.
+# Steps whose rows a pipeline of TensorFlow divides at a time: a call of Python takes as long as a small step. Where
+# ranks may die it divides single steps, since the others take over the rows of those that are not divided yet.
 _AHEAD = 8
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
@@ -48,7 +49,7 @@ class _Share(NamedTuple):
         epoch: int64 variable or `Count`, number of the last order that was drawn.
         steps: number of steps in a pass.
         samples: number of samples in a step of all ranks together.
-        ranks: number of ranks.
+        ranks: number of ranks; 0 if a step of fewer ranks has as many samples.
     """
 
     epoch: weakref.ref[tf.Variable | Count]
@@ -109,8 +110,11 @@ def deal(rank: int, size: int) -> None:
     for both in before:
         both.assign([rank, size])
     _shares[:] = [
-        _Share(share.epoch, share.steps, share.samples // share.ranks * size, size) for share in _living_shares()
+        share._replace(samples=share.samples // share.ranks * size, ranks=size) if share.ranks else share
+        for share in _living_shares()
     ]
+    for division in divisions():
+        division.deal(rank, size)
 
 
 def shard(
@@ -153,7 +157,8 @@ def shard(
         steps: steps an epoch; required for a dataset of unknown size.
         initial_epoch: number of the first epoch, on which its order depends; arrays only.
         balance: "auto": with `global_batch_size` and full steps, a rank that computes more slowly than others
-            takes fewer of the rows of each step, which stays the same step. "off": all take as many. Or the changes
+            takes fewer of the rows of each step, which stays the same step; where workers may die, the others take
+            theirs. "off": all take as many. Or the changes
             of an earlier run: pairs of a position (number of the order, step in it) and each rank's rows from there on.
         rank, size: rank whose share is returned, and number of ranks; by default those of this process.
 
@@ -179,8 +184,8 @@ def shard(
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
     batch = _batch(batch_size, global_batch_size, size)
     compared = size == joined.size > 1
-    whole = drop_remainder and not dealt
-    division = _division(balance, global_batch_size if whole else None, size, compared)
+    whole = drop_remainder and (not dealt or isinstance(balance, str))
+    division = _division(balance, global_batch_size if whole else None, rank, size, compared)
     in_pipeline = is_a(data, "data.Dataset") or backend.name() == "tensorflow"
     place = _Place.of(rank, size, in_pipeline) if dealt else _Place(rank, size)
 
@@ -235,11 +240,12 @@ def _batch(batch_size: int | None, global_batch_size: int | None, size: int) -> 
     return int(global_batch_size) // size
 
 
-def _division(balance: object, total: int | None, size: int, measured: bool) -> Division | None:
+def _division(balance: object, total: int | None, rank: int, size: int, measured: bool) -> Division | None:
     """Return the division of the rows of a step; None if it never changes.
 
     Args:
         total: rows of each step on all ranks; None if they are not the same number in all steps.
+        rank, size: rank of the share, and number of ranks.
         measured: whether the ranks of this share train together.
     """
     if balance == "off" or (balance == "auto" and (total is None or not measured)):
@@ -251,7 +257,7 @@ def _division(balance: object, total: int | None, size: int, measured: bool) -> 
         )
     even = [(total or 0) // size] * size
     if balance == "auto":
-        return Division(even)
+        return Division(even, rank)
     try:
         changes = [((int(at[0]), int(at[1])), [int(r) for r in rows]) for at, rows in balance]  # type: ignore[attr-defined]
     except (TypeError, ValueError, IndexError):
@@ -261,7 +267,7 @@ def _division(balance: object, total: int | None, size: int, measured: bool) -> 
             f'shard: balance: expected "auto", "off", or pairs such as ((0, 100), {even}) of an order and a step, and '
             f"rows of {size} ranks that add up to {total}; got {balance!r}."
         )
-    return Division(even, sorted(changes))
+    return Division(even, rank, sorted(changes))
 
 
 def division_in(dataset: object) -> Division | None:
@@ -304,25 +310,35 @@ def _shard_arrays(
     epochs = Count() if numpy else tf.Variable(0, dtype=tf.int64, trainable=False)
     epochs.assign(initial_epoch - 1)
     if shuffle or division is not None:
-        _shares.append(_Share(weakref.ref(epochs), steps, whole, size))
+        _shares.append(_Share(weakref.ref(epochs), steps, whole, size if division is None else 0))
     if numpy:
-        together = -(-_POSITIONS // batch) if division is None else _AHEAD
+        together = -(-_POSITIONS // (batch if division is None else whole))
 
         def positions() -> Iterator[np.ndarray]:
             key, rank, size = (seed, epochs.numpy() + 1), int(place.rank), int(place.size)
             if not is_build():
                 epochs.assign_add(1)
+            if division is not None:
+                yield from divided(division, key)
+                return
             taken = steps if is_fixed else int(_steps_of(count, batch, rank, size))
             for first in range(0, taken, together):
-                at = [rows_of(step, key[1], rank, size) for step in range(first, min(first + together, taken))]
+                at = [rows_of(step, rank, size) for step in range(first, min(first + together, taken))]
                 all_at = shuffled(np.concatenate(at), key, count) if shuffle else np.concatenate(at)
                 yield from np.split(all_at, np.cumsum([len(a) for a in at])[:-1])
 
-        def rows_of(step: int, epoch: int, rank: int, size: int) -> np.ndarray:
+        def rows_of(step: int, rank: int, size: int) -> np.ndarray:
             begin = step * batch * size
-            length = min(batch * size, count - begin)
-            low, high = _even(length, rank, size) if division is None else division.bounds(epoch, step, rank)
+            low, high = _even(min(batch * size, count - begin), rank, size)
             return np.arange(begin + low, begin + high)
+
+        def divided(division: Division, key: tuple[int, int]) -> Iterator[np.ndarray]:
+            for first in range(0, steps, together):
+                at = np.arange(first * whole, min(first + together, steps) * whole)
+                at = shuffled(at, key, count) if shuffle else at
+                for step, of_all in enumerate(at.reshape(-1, whole), first):
+                    low, high = division.bounds(key[1], step)
+                    yield of_all[low:high]
 
         known = steps if is_fixed else None
         low, high = _even(min(whole, count - (steps - 1) * whole), rank, size)
@@ -354,9 +370,10 @@ def _shard_arrays(
             return numbered.map(
                 lambda step: batch_of(*even(step, rank, size), epoch), num_parallel_calls=2, deterministic=True
             )
-        ends = _bounds(division, numbered, epoch, rank)
+        ends = _bounds(division, numbered, epoch, ahead)
         return ends.map(lambda pair: batch_of(pair[0], pair[1], epoch), num_parallel_calls=2, deterministic=True)
 
+    ahead = 1 if place.changes else _AHEAD
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
     if is_fixed:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
@@ -366,15 +383,17 @@ def _shard_arrays(
     return made
 
 
-def _bounds(division: Division, steps: tf.data.Dataset, epoch: tf.Tensor, rank: int) -> tf.data.Dataset:
-    """Return the first of a rank's samples in each step, counted from the first step on, and the one after its last."""
+def _bounds(division: Division, steps: tf.data.Dataset, epoch: tf.Tensor, ahead: int) -> tf.data.Dataset:
+    """Return the first of this rank's samples in each step, counted from the first step on, and the one after its last.
+
+    Args:
+        ahead: number of steps that are divided at a time.
+    """
 
     def divided(epoch: np.ndarray, some: np.ndarray) -> np.ndarray:
-        ends = [division.bounds(int(epoch), int(step), rank) for step in some]
-        return np.array(ends) + some[:, None] * division.total
+        return np.array([division.bounds(int(epoch), int(step)) for step in some]) + some[:, None] * division.total
 
-    # A call of Python takes as long as a small step.
-    ends = steps.batch(_AHEAD).map(lambda some: tf.numpy_function(divided, [epoch, some], tf.int64))
+    ends = steps.batch(ahead).map(lambda some: tf.numpy_function(divided, [epoch, some], tf.int64))
     return ends.map(lambda pairs: tf.ensure_shape(pairs, [None, 2])).unbatch()
 
 
@@ -448,12 +467,12 @@ def _shard_dataset(
                 "or use a smaller batch_size; if the elements are names of files, write the data to more files."
             )
         data = data.take(count // per_step * per_step)
+    if division is not None:
+        return _divided_share(data, division, steps or count // per_step, 1 if place.changes else _AHEAD)
     if place.changes:
         return _changing_share(
             data, place, batch, drop_remainder, steps or (count // per_step if drop_remainder else 0)
         )
-    if division is not None:
-        return _divided_share(data, division, steps or count // per_step, place.own_rank)
     data = data.shard(size, place.rank)
     if batch is not None:
         data = data.batch(batch, drop_remainder=drop_remainder)
@@ -476,11 +495,10 @@ def _changing_share(
     return (dataset.apply(tf.data.experimental.assert_cardinality(steps)) if steps else dataset).prefetch(2)
 
 
-def _divided_share(data: tf.data.Dataset, division: Division, steps: int, rank: int) -> tf.data.Dataset:
-    """Return a share with a rank's rows of each step, the samples of which are in a row."""
-    ranks = len(division.latest)
+def _divided_share(data: tf.data.Dataset, division: Division, steps: int, ahead: int) -> tf.data.Dataset:
+    """Return a share with this rank's rows of each step; for `ahead` see `_bounds`."""
     passes = tf.Variable(-1, dtype=tf.int64, trainable=False)
-    _shares.append(_Share(weakref.ref(passes), steps, division.total, ranks))
+    _shares.append(_Share(weakref.ref(passes), steps, division.total, 0))
     # A window holds the samples themselves: only those of this rank are copied to a batch.
     windows = data.window(division.total, drop_remainder=True)
 
@@ -489,12 +507,12 @@ def _divided_share(data: tf.data.Dataset, division: Division, steps: int, rank: 
         return tf.data.Dataset.zip(tf.nest.map_structure(lambda d: d.skip(first).take(rows).batch(rows), window))
 
     def share(_: tf.Tensor) -> tf.data.Dataset:
-        ends = _bounds(division, tf.data.Dataset.range(steps), passes.assign_add(1), rank)
+        ends = _bounds(division, tf.data.Dataset.range(steps), passes.assign_add(1), ahead)
         return tf.data.Dataset.zip((windows, ends)).flat_map(cut)
 
     dataset = tf.data.Dataset.range(1).flat_map(share)
     made = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
-    set_batch_size(made, division.total // ranks)
+    set_batch_size(made, division.total // len(division.latest))
     return made
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+
 #: Number of an order of the samples, and number of a step in it.
 Position = tuple[int, int]
 
@@ -22,33 +24,32 @@ class Division:
 
     Args:
         rows: rows of each rank in a full step.
+        rank: rank whose samples the pipelines of this process draw.
         changes: changes that are known: positions, and rows from there on; with some, no other is made.
 
     Attributes:
+        total: rows of a full step on all ranks.
+        rank: the rank of this process when the rows were last dealt; a rank that has died since has 0 rows.
         planned: whether the changes are known.
 
     Example:
-        >>> division = Division([8, 8])
+        >>> division = Division([8, 8], 1)
         >>> division.rows_at((0, 3)), division.hold()
         ((8, 8), (0, 4))
         >>> division.change((0, 4), [12, 4])
-        >>> division.rows_at((0, 4))
-        (12, 4)
+        >>> division.rows_at((0, 4)), division.bounds(0, 4)
+        ((12, 4), (12, 16))
     """
 
-    def __init__(self, rows: Sequence[int], changes: Sequence[tuple[Position, Sequence[int]]] = ()):
-        self._even, self.planned = tuple(rows), bool(changes)
+    def __init__(self, rows: Sequence[int], rank: int, changes: Sequence[tuple[Position, Sequence[int]]] = ()):
+        self.total, self.rank, self.planned = sum(rows), rank, bool(changes)
+        self._even = tuple(rows)
         self._changes: list[tuple[Position, tuple[int, ...]]] = [(_FIRST, self._even)]
         self._changes += [(tuple(at), tuple(those)) for at, those in changes]  # type: ignore[misc]
         self._drawn = _FIRST
         self._held: Position | None = None
         self._resumed = False
         self._free = threading.Condition()
-
-    @property
-    def total(self) -> int:
-        """Rows of a full step on all ranks."""
-        return sum(self._even)
 
     @property
     def latest(self) -> tuple[int, ...]:
@@ -58,7 +59,7 @@ class Division:
     @property
     def is_even(self) -> bool:
         """True if all ranks have as many rows in each step that is left."""
-        return all(rows == self._even for _, rows in self._changes)
+        return all(len(set(rows)) == 1 for _, rows in self._changes)
 
     @property
     def history(self) -> list[tuple[Position, tuple[int, ...]]]:
@@ -67,7 +68,7 @@ class Division:
 
     def resume(self, history: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Continue with the `history` of a fit that a checkpoint has ended, if it was one of as many ranks and rows."""
-        if all(len(rows) == len(self._even) and sum(rows) == self.total for _, rows in history):
+        if all(len(rows) == len(self._even) and sum(rows) == self.total and min(rows) for _, rows in history):
             self._changes = [((at[0], at[1]), tuple(rows)) for at, rows in history]
             self._resumed = True
 
@@ -77,6 +78,14 @@ class Division:
             self._changes = self._changes if self._resumed else [(_FIRST, self.latest)]
             self._drawn, self._resumed = _FIRST, False
 
+    def deal(self, rank: int, size: int) -> None:
+        """Deal the rows of the next pass evenly, if ranks have died or joined since the last time; all ranks do so."""
+        with self._free:
+            if (rank, size) == (self.rank, len(self._even)) and all(self.latest):
+                return
+            self.rank, self._even = rank, tuple(np.diff(np.arange(size + 1) * self.total // size).tolist())
+            self._changes, self._drawn = [(_FIRST, self._even)], _FIRST
+
     def rows_at(self, position: Position) -> tuple[int, ...]:
         """Return the rows of each rank in a step; wait while a change is being agreed on that may concern it."""
         with self._free:
@@ -84,10 +93,10 @@ class Division:
             self._drawn = max(self._drawn, position)
             return next(rows for at, rows in reversed(self._changes) if at <= position)
 
-    def bounds(self, order: int, step: int, rank: int) -> tuple[int, int]:
-        """Return the first of a rank's rows in a full step, and the row after its last."""
+    def bounds(self, order: int, step: int) -> tuple[int, int]:
+        """Return the first of this rank's rows in a full step, and the row after its last."""
         rows = self.rows_at((order, step))
-        return sum(rows[:rank]), sum(rows[: rank + 1])
+        return sum(rows[: self.rank]), sum(rows[: self.rank + 1])
 
     def hold(self) -> Position:
         """Stop the pipeline at a position, and return it: earlier steps may be drawn, later ones wait."""

@@ -205,16 +205,18 @@ class Balancer:
         return Told(speed, self._measured.error, step)
 
     def decide(self, everyone: Sequence[Told], rows: Sequence[int], first: bool) -> list[int] | None:
-        """Return new rows of each rank, if they save enough of the seconds of a step.
+        """Return new rows of each rank, if they save enough of the seconds of a step, or some rows are missing.
 
         Args:
             everyone: what the ranks have told, in rank order.
-            rows: rows of each rank so far.
+            rows: rows of each rank so far; those of a rank that has died are missing.
             first: whether the ranks are to trace their steps anew with it.
         """
         step = max(told.step for told in everyone)
         self._due = self._calls + max(_WINDOW, math.ceil(_INTERVAL / step) if step else 0)
         self.speeds = [told.speed for told in everyone if told.speed is not None]
+        if sum(rows) < self._total:
+            return divided(self._total, [Speed(0.0, 1 / r) for r in rows])
         if len(self.speeds) < len(everyone) or not step:
             return None
         wanted = divided(self._total, self.speeds, self._least)

@@ -19,37 +19,44 @@ STEPS = 7
 
 
 @given(st.integers(2, 4), st.lists(st.integers(0, 9), max_size=60), st.data())
-def test_each_row_belongs_to_one_rank_in_whatever_order_ranks_draw_and_agree(size, events, drawing):
+def test_each_row_belongs_to_one_rank_in_whatever_order_ranks_draw_agree_and_die(size, events, drawing):
     even = [4] * size
-    divisions, places, drawn = [Division(even) for _ in range(size)], [0] * size, [{} for _ in range(size)]
+    divisions, places, drawn = [Division(even, rank) for rank in range(size)], [0] * size, [{} for _ in range(size)]
 
     def draw(rank):
         place, places[rank] = places[rank], places[rank] + 1
-        drawn[rank][place] = divisions[rank].bounds(*divmod(place, STEPS), rank)
+        drawn[rank][place] = divisions[rank].bounds(*divmod(place, STEPS))
 
+    living, dealt = list(range(size)), []
     for event in events:
-        if event < size:
+        if event in living:
             draw(event)
-        elif event == 9:
-            ends = np.sort(
-                drawing.draw(st.lists(st.integers(1, 4 * size - 1), min_size=size - 1, max_size=size - 1, unique=True))
+        elif event == 8 and len(living) > 1:
+            living.remove(drawing.draw(st.sampled_from(living)))
+        if event >= 8:
+            ends = st.lists(
+                st.integers(1, 4 * size - 1), min_size=len(living) - 1, max_size=len(living) - 1, unique=True
             )
-            rows = np.diff([0, *ends, 4 * size]).tolist()
-            at = max(division.hold() for division in divisions)
-            for division in divisions:
-                division.change(at, rows)
-    for rank in range(size):
+            rows = dict(zip(living, np.diff([0, *np.sort(drawing.draw(ends)), 4 * size]).tolist(), strict=True))
+            at = max(divisions[rank].hold() for rank in living)
+            for rank in living:
+                divisions[rank].change(at, [rows.get(r, 0) for r in range(size)])
+            dealt.append((at, list(living)))
+    for rank in living:
         while places[rank] < max(places):
             draw(rank)
     for place in range(max(places)):
-        ends = [drawn[rank][place] for rank in range(size)]
-        assert (ends[0][0], ends[-1][1]) == (0, 4 * size)
-        assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
-    assert len({tuple(division.history) for division in divisions}) == 1
+        # Those who are left draw all rows from the position on at which they dealt those of the dead.
+        whole = next((who for at, who in reversed(dealt) if at <= divmod(place, STEPS)), range(size))
+        ends = [drawn[rank][place] for rank in whole if place in drawn[rank]]
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+        if set(whole) <= set(living):
+            assert sum(end - begin for begin, end in ends) == 4 * size
+    assert len({tuple(divisions[rank].history) for rank in living}) == 1
 
 
 def test_a_pipeline_waits_at_the_position_that_is_held_and_no_earlier():
-    division, found = Division([4, 4]), []
+    division, found = Division([4, 4], 0), []
     division.rows_at((0, 2))
     assert division.hold() == (0, 3)
     assert division.rows_at((0, 1)) == (4, 4)
