@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -28,6 +29,7 @@ from hvdx.comm import buckets
 from hvdx.errors import ConfigError, ExchangeError, ReplicaError
 from hvdx.keras import Distribute
 from hvdx.keras.adapters import optimizer as optimizer_adapters
+from hvdx.keras.backends import stepped
 from hvdx.keras.fit import array_batches, replicas
 from hvdx.keras.fit import data as fit_data
 from hvdx.keras.fit.arrays import rows_at
@@ -381,6 +383,25 @@ def a_slow_worker_takes_fewer_rows_of_the_same_step() -> None:
             continue
         assert_close(made, map(view_of, one.trainable_variables))
         np.testing.assert_allclose(balanced["loss"], logs["loss"], rtol=3e-5)
+
+
+@check
+def the_memory_of_a_gpu_is_asked_for() -> None:
+    assert stepped().memory() is None
+    with pytest.MonkeyPatch.context() as patch:
+        if keras.config.backend() == "jax":
+            device = types.SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 30, "bytes_limit": 90})
+            patch.setattr("jax.local_devices", lambda: [device])
+        else:
+            numbers = {
+                "max_memory_reserved": 30,
+                "memory_reserved": 20,
+                "mem_get_info": (70, 99),
+                "is_initialized": True,
+            }
+            for name, value in numbers.items():
+                patch.setattr(f"torch.cuda.{name}", lambda found=value: found)
+        assert stepped().memory() == (30, 90)
 
 
 @check

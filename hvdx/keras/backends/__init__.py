@@ -1,7 +1,7 @@
 """Functions of a training step that differ between JAX and PyTorch; a step of TensorFlow is a graph.
 
-Each module has the same functions: `on_host`, `tell`, `around`, `sync`, `prepare` and `has_gpu`; for updates that stay
-on a GPU `device_of`, `copies`, `flat_update`, `zeros`, `add` and `sums`.
+Each module has the same functions: `on_host`, `tell`, `around`, `sync`, `prepare`, `memory` and `has_gpu`; for updates
+that stay on a GPU `device_of`, `copies`, `flat_update`, `zeros`, `add` and `sums`.
 """
 
 import importlib

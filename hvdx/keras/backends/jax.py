@@ -121,6 +121,13 @@ def prepare(threads: int) -> None:
     """Do nothing: JAX has as many threads as the process may use cores."""
 
 
+def memory() -> tuple[int, int] | None:
+    """Return the most bytes that this process has held on its GPU, and those that it may hold; None on a CPU."""
+    found = jax.local_devices()[0].memory_stats() or {}
+    peak, limit = found.get("peak_bytes_in_use"), found.get("bytes_limit")
+    return (peak, limit) if peak and limit else None
+
+
 def device_of(array: jax.Array) -> str:
     """Return the value of `TensorSpec.device` for an array, which no step that is traced holds."""
     devices = [*array.devices()]

@@ -120,6 +120,12 @@ def prepare(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def memory() -> tuple[int, int] | None:
+    """Return the most bytes that this process has held on its GPU, and those that it may hold; None on a CPU."""
+    peak = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0
+    return (peak, torch.cuda.memory_reserved() + torch.cuda.mem_get_info()[0]) if peak else None
+
+
 def device_of(tensor: torch.Tensor) -> str:
     """Return the value of `TensorSpec.device` for a tensor."""
     return f"GPU:{tensor.device.index}" if tensor.device.type == "cuda" else "CPU"

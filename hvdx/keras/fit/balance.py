@@ -8,13 +8,14 @@ from hvdx.comm import Comm, clock
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.adapters import rows
+from hvdx.keras.backends import stepped
 from hvdx.keras.fit import data
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.batches import in_step
 from hvdx.keras.fit.divisions import Division
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.recording import Recording
-from hvdx.keras.fit.speeds import Balancer
+from hvdx.keras.fit.speeds import Balancer, Speed, divided
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import dataset_of, sampler_of
 from hvdx.keras.seams.layers import CombinedBatchNormalization
@@ -26,6 +27,8 @@ _log = Log(__name__)
 
 # Seconds over which calls are measured, at least: TensorFlow takes 0.1 ms to read a counter.
 _SPAN = 0.01
+# Share of a GPU's memory that a step may take. Its peak is taken to grow with the rows as a whole, weights included.
+_USABLE = 0.9
 
 
 class Balance(Part):
@@ -49,8 +52,8 @@ class Balance(Part):
         self._since = 0
         self._last: tuple[float, float, float] | None = None
 
-    def offer(self) -> bool:
-        """Return whether the rows of this rank's data can be divided anew."""
+    def offer(self) -> int:
+        """Return the most rows that this rank may have; 0 if those of its data cannot be divided anew."""
         iterator = epoch_iterator(self)
         self._division = data.division_in(sampler_of(iterator) or dataset_of(iterator))
         shapes = [getattr(tensor, "shape", ()) for tensor in getattr(self.model, "inputs", None) or ()]
@@ -60,18 +63,30 @@ class Balance(Part):
                 "fit: a model with a fixed batch size cannot take the rows of a worker that dies. Do: "
                 'hvdx.shard(..., balance="off"), or an Input without batch_size.'
             )
-        return self._division is not None and not self._division.planned and free
+        return 0 if self._division is None or self._division.planned or not free else self._division.most
 
-    def agree(self, offered: list[bool]) -> None:
+    def agree(self, offered: list[int]) -> None:
         """Begin with the rows of the fit before, if the data of all ranks can be divided."""
         if not all(offered) or self._comm.mesh is not None:
             self._division = None
         if self._division is not None:
             self._division.begin()
+            self._keep_below(offered)
             if not self._division.is_even:
                 # A checkpoint was restored after the batches were compared.
                 self._weigh()
             self._begin_measuring(self._division)
+
+    def _keep_below(self, most: Sequence[int]) -> None:
+        """Begin with other rows if some ranks may not have as many."""
+        assert self._division is not None
+        latest = self._division.latest
+        if len(most) == len(latest) and any(r > m for r, m in zip(latest, most, strict=True)):
+            rows = divided(self._division.total, [Speed(0.0, 1.0)] * len(most), most=most)
+            self._division.change(self._division.hold(), rows)
+            self._recording.divide(self._division.history[-1][0], rows)
+            if not self._comm.rank:
+                _log.info(f"max_batch: of the {sum(rows)} rows of a step, the workers take {_listed(rows)}.")
 
     def _begin_measuring(self, division: Division) -> None:
         self._dealt = self._comm.recoveries
@@ -85,11 +100,12 @@ class Balance(Part):
             # Ranks that have joined have measured nothing yet.
             self._begin_measuring(self._division)
             self._weigh()
+            if self._follows:
+                self._meet(self._division)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Measure the computing of the step; after some steps, compare the speeds and divide the rows. Collective."""
-        strategy = self._attachment.strategy
-        if self._division is None or strategy.provisional or not in_step(strategy):
+        if self._division is None or not self._follows:
             return
         self._add_step(self._division)
         if self._balancer.is_due or self._dealt != self._comm.recoveries:
@@ -98,6 +114,11 @@ class Balance(Part):
             if self._last is not None:
                 # The meeting is no computing.
                 self._last = (self._last[0] + self._now() - begin, *self._last[1:])
+
+    @property
+    def _follows(self) -> bool:
+        """True if a step of all ranks may be divided anew."""
+        return not self._attachment.strategy.provisional and in_step(self._attachment.strategy)
 
     def _add_step(self, division: Division) -> None:
         """Measure the calls since the last time: all of their time, except for the exchanges, is computing."""
@@ -121,7 +142,7 @@ class Balance(Part):
         """Tell the others the speed of this rank, and divide the rows anew if that is worth it. Collective."""
         even = self._attachment.plan.even
         try:
-            mine = (division.rank, division.hold(), self._balancer.tell())
+            mine = (division.rank, division.hold(), self._balancer.tell(self._most(division)))
             places, held, told = zip(*self._comm.all_gather_object(mine, "the speeds of the ranks"), strict=True)
             self._dealt = self._comm.recoveries
             wanted = self._balancer.decide(told, [division.latest[place] for place in places], even)
@@ -137,6 +158,15 @@ class Balance(Part):
         finally:
             division.release()
 
+    def _most(self, division: Division) -> int:
+        """Return the most rows that this rank may have, by `max_batch` and by its GPU's memory."""
+        memory = None if backend.name() == "tensorflow" else stepped().memory()
+        if memory is None:
+            return division.most
+        peak, limit = memory
+        largest = max(rows[division.rank] for _, rows in division.history)
+        return min(division.most, max(largest, int(largest * _USABLE * limit / peak)))
+
     def _weigh(self) -> None:
         if self._attachment.plan.even:
             self._attachment.weigh_by_rows()
@@ -144,7 +174,7 @@ class Balance(Part):
     def _say(self, wanted: Sequence[int], after_death: bool) -> None:
         if self._comm.rank:
             return
-        rows = f"of the {sum(wanted)} rows of a step, the workers now take {', '.join(map(str, wanted))}"
+        rows = f"of the {sum(wanted)} rows of a step, the workers now take {_listed(wanted)}"
         if after_death:
             _log.info(f"{rows}, so a step has as many as before.")
             return
@@ -154,6 +184,10 @@ class Balance(Part):
             f"worker {slow} is {seconds[slow] / min(seconds):.1f} times slower than the fastest: {rows}, and the step "
             'is the same. hvdx.shard(..., balance="off") keeps their numbers equal.'
         )
+
+
+def _listed(rows: Sequence[int]) -> str:
+    return ", ".join(map(str, rows))
 
 
 def _normalises(model: keras.Model) -> bool:

@@ -129,6 +129,7 @@ def shard(
     steps: int | None = None,
     initial_epoch: int = 0,
     balance: Literal["auto", "off"] | Sequence[tuple[Position, Sequence[int]]] = "auto",
+    max_batch: int | None = None,
     rank: int | None = None,
     size: int | None = None,
 ) -> Any:
@@ -160,6 +161,8 @@ def shard(
             takes fewer of the rows of each step, which stays the same step; where workers may die, the others take
             theirs. "off": all take as many. Or the changes
             of an earlier run: pairs of a position (number of the order, step in it) and each rank's rows from there on.
+        max_batch: most samples a step that this rank may take, for example because its memory is smaller; it may be
+            another number on each rank. Needs balance="auto" and `global_batch_size`; the other ranks take the rest.
         rank, size: rank whose share is returned, and number of ranks; by default those of this process.
 
     Returns:
@@ -182,10 +185,10 @@ def shard(
     rank, size = joined.rank if rank is None else rank, joined.size if size is None else size
     if not 0 <= rank < size:
         raise ConfigError(f"shard: rank: expected 0 to {size - 1}, got {rank}.")
-    batch = _batch(batch_size, global_batch_size, size)
+    batch = _batch(batch_size, global_batch_size, max_batch, size)
     compared = size == joined.size > 1
     whole = drop_remainder and (not dealt or isinstance(balance, str))
-    division = _division(balance, global_batch_size if whole else None, rank, size, compared)
+    division = _division(balance, global_batch_size if whole else None, rank, size, compared, max_batch)
     in_pipeline = is_a(data, "data.Dataset") or backend.name() == "tensorflow"
     place = _Place.of(rank, size, in_pipeline) if dealt else _Place(rank, size)
 
@@ -221,9 +224,10 @@ def shard(
     return marked(own, training, shuffle), marked(held_out, validation, False)
 
 
-def _batch(batch_size: int | None, global_batch_size: int | None, size: int) -> int | None:
+def _batch(batch_size: int | None, global_batch_size: int | None, max_batch: int | None, size: int) -> int | None:
     """Return the samples a step on each rank; None if neither number is given."""
-    for name, number in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
+    given = {"batch_size": batch_size, "global_batch_size": global_batch_size, "max_batch": max_batch}
+    for name, number in given.items():
         if number is not None and (not isinstance(number, numbers.Integral) or isinstance(number, bool) or number < 1):
             raise ConfigError(f"shard: {name}: expected an integer of 1 or more, got {number!r}.")
     if global_batch_size is None:
@@ -240,14 +244,22 @@ def _batch(batch_size: int | None, global_batch_size: int | None, size: int) -> 
     return int(global_batch_size) // size
 
 
-def _division(balance: object, total: int | None, rank: int, size: int, measured: bool) -> Division | None:
+def _division(
+    balance: object, total: int | None, rank: int, size: int, measured: bool, most: int | None
+) -> Division | None:
     """Return the division of the rows of a step; None if it never changes.
 
     Args:
         total: rows of each step on all ranks; None if they are not the same number in all steps.
         rank, size: rank of the share, and number of ranks.
         measured: whether the ranks of this share train together.
+        most: most rows of this rank.
     """
+    if most is not None and (total is None or balance != "auto"):
+        raise ConfigError(
+            'shard: max_batch: expected global_batch_size=, full steps and balance="auto" beside it, got others. Do: '
+            "give them, and leave drop_remainder out."
+        )
     if balance == "off" or (balance == "auto" and (total is None or not measured)):
         return None
     if total is None and not isinstance(balance, str):
@@ -257,7 +269,7 @@ def _division(balance: object, total: int | None, rank: int, size: int, measured
         )
     even = [(total or 0) // size] * size
     if balance == "auto":
-        return Division(even, rank)
+        return Division(even, rank, most=most)
     try:
         changes = [((int(at[0]), int(at[1])), [int(r) for r in rows]) for at, rows in balance]  # type: ignore[attr-defined]
     except (TypeError, ValueError, IndexError):

@@ -26,10 +26,12 @@ class Division:
         rows: rows of each rank in a full step.
         rank: rank whose samples the pipelines of this process draw.
         changes: changes that are known: positions, and rows from there on; with some, no other is made.
+        most: most rows that this rank may have; None for all.
 
     Attributes:
         total: rows of a full step on all ranks.
         rank: the rank of this process when the rows were last dealt; a rank that has died since has 0 rows.
+        most: most rows that this rank may have.
         planned: whether the changes are known.
 
     Example:
@@ -41,8 +43,15 @@ class Division:
         ((12, 4), (12, 16))
     """
 
-    def __init__(self, rows: Sequence[int], rank: int, changes: Sequence[tuple[Position, Sequence[int]]] = ()):
+    def __init__(
+        self,
+        rows: Sequence[int],
+        rank: int,
+        changes: Sequence[tuple[Position, Sequence[int]]] = (),
+        most: int | None = None,
+    ):
         self.total, self.rank, self.planned = sum(rows), rank, bool(changes)
+        self.most = self.total if most is None else most
         self._even = tuple(rows)
         self._changes: list[tuple[Position, tuple[int, ...]]] = [(_FIRST, self._even)]
         self._changes += [(tuple(at), tuple(those)) for at, those in changes]  # type: ignore[misc]

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvdx.errors import ConfigError
+
 # Calls of the training function between two decisions, and seconds, at least. Of fewer than half no median is taken.
 _WINDOW, _INTERVAL = 5, 0.2
 # A line through two points needs rows that differ by this share.
@@ -96,22 +98,33 @@ class Measured:
             self._speed = Speed(self._speed.fixed * times, self._speed.per_row * times)
 
 
-def divided(total: int, speeds: Sequence[Speed], least: int = 1) -> list[int]:
+def divided(total: int, speeds: Sequence[Speed], least: int = 1, most: Sequence[int] = ()) -> list[int]:
     """Return the rows of each rank with which all end their computing together, as far as whole rows allow.
 
     Args:
         total: rows of all ranks.
         speeds: speed of each rank.
         least: fewest rows of a rank, at most its even share.
+        most: most rows of each rank, by default all; with fewer than `least`, a rank has these.
+
+    Raises:
+        ConfigError: on all ranks, if they may not have so many rows together.
 
     Example:
-        >>> divided(90, [Speed(0.0, 1.0), Speed(0.0, 2.0)])
-        [60, 30]
+        >>> divided(90, [Speed(0.0, 1.0), Speed(0.0, 2.0)]), divided(90, [Speed(0.0, 1.0)] * 2, most=[90, 30])
+        ([60, 30], [60, 30])
     """
+    most = most or [total] * len(speeds)
+    if sum(most) < total:
+        raise ConfigError.on_all_ranks(
+            f"fit: the ranks may take {', '.join(map(str, most))} rows, and a step has {total} (max_batch, "
+            "global_batch_size of hvdx.shard). Do: more ranks, a smaller global_batch_size, or gradient accumulation."
+        )
 
     # Python's numbers: NumPy may add up in another order on another processor, and all ranks must come to one result.
     def rows_in(seconds: float) -> list[int]:
-        return [math.floor(min(max((seconds - s.fixed) / s.per_row, least), total) + 1e-9) for s in speeds]
+        of_each = zip(speeds, most, strict=True)
+        return [math.floor(min(max((seconds - s.fixed) / s.per_row, least), m) + 1e-9) for s, m in of_each]
 
     # Between these seconds of a step, bisection finds those in which the ranks do all rows.
     low, high = 0.0, max(s.seconds(total) for s in speeds)
@@ -121,7 +134,8 @@ def divided(total: int, speeds: Sequence[Speed], least: int = 1) -> list[int]:
     # What is left of the rows below goes, row by row, to the rank that would end it first.
     rows = rows_in(low)
     while sum(rows) < total:
-        rows[min(range(len(rows)), key=lambda rank: (speeds[rank].seconds(rows[rank] + 1), rank))] += 1
+        free = [rank for rank, n in enumerate(rows) if n < most[rank]]
+        rows[min(free, key=lambda rank: (speeds[rank].seconds(rows[rank] + 1), rank))] += 1
     return rows
 
 
@@ -137,11 +151,13 @@ class Told(NamedTuple):
         speed: its speed if it is known.
         error: standard error of its seconds of computing.
         step: seconds of a step with its exchange.
+        most: most rows that it may have.
     """
 
     speed: Speed | None
     error: float
     step: float
+    most: int
 
 
 class Balancer:
@@ -197,15 +213,15 @@ class Balancer:
         """Count a call that was not measured."""
         self._calls += 1
 
-    def tell(self) -> Told:
-        """Return what this rank tells the others."""
+    def tell(self, most: int | None = None) -> Told:
+        """Return what this rank tells the others; it may have all rows unless `most` is given."""
         step = statistics.median(self._steps) if self._steps else 0.0
         self._steps = []
         speed = self._measured.speed()
-        return Told(speed, self._measured.error, step)
+        return Told(speed, self._measured.error, step, self._total if most is None else most)
 
     def decide(self, everyone: Sequence[Told], rows: Sequence[int], first: bool) -> list[int] | None:
-        """Return new rows of each rank, if they save enough of the seconds of a step, or some rows are missing.
+        """Return new rows of each rank, if they save enough of the seconds of a step, or if the present ones cannot be.
 
         Args:
             everyone: what the ranks have told, in rank order.
@@ -215,11 +231,12 @@ class Balancer:
         step = max(told.step for told in everyone)
         self._due = self._calls + max(_WINDOW, math.ceil(_INTERVAL / step) if step else 0)
         self.speeds = [told.speed for told in everyone if told.speed is not None]
-        if sum(rows) < self._total:
-            return divided(self._total, [Speed(0.0, 1 / r) for r in rows])
+        most = [told.most for told in everyone]
+        if sum(rows) < self._total or any(r > m for r, m in zip(rows, most, strict=True)):
+            return divided(self._total, [Speed(0.0, 1 / r) for r in rows], most=most)
         if len(self.speeds) < len(everyone) or not step:
             return None
-        wanted = divided(self._total, self.speeds, self._least)
+        wanted = divided(self._total, self.speeds, self._least, most)
         seconds = [speed.seconds(r) for speed, r in zip(self.speeds, rows, strict=True)]
         gain = max(seconds) - slowest(self.speeds, wanted)
         error = everyone[seconds.index(max(seconds))].error

@@ -128,6 +128,8 @@ def test_position_in_a_share_is_known_while_an_older_share_is_collected():
         (lambda: hvdx.shard(np.arange(8), 2, global_batch_size=4), "got both"),
         (lambda: hvdx.shard(np.arange(8), global_batch_size=4, rank=0, size=3), "multiple of the 3 ranks.*3 or 6"),
         (lambda: hvdx.shard(np.arange(8), global_batch_size=2, rank=0, size=3), "Do: give 3."),
+        (lambda: hvdx.shard(np.arange(8), 2, max_batch=1), "max_batch: expected global_batch_size="),
+        (lambda: hvdx.shard(np.arange(8), 2, max_batch=0), "max_batch: expected an integer of 1 or more"),
         (lambda: hvdx.shard(tf.data.Dataset.range(8), 2, validation_split=0.5), "dataset.skip"),
         (lambda: hvdx.shard(np.arange(8), 2, validation_split=1.5), "between 0 and 1"),
         (lambda: hvdx.shard(np.arange(2), 1, validation_split=0.9), "leaves 0 for training and 2 for"),

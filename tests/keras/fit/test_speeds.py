@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdx.errors import ConfigError
 from hvdx.keras.fit.speeds import Balancer, Speed, divided, slowest
 
 # Steps from a decision to the first batch that it changes: those that the pipelines have drawn.
@@ -52,8 +53,22 @@ def test_rows_add_up_and_no_other_division_of_whole_rows_ends_earlier_by_more_th
 def test_each_rank_has_the_fewest_rows_that_it_may_have(ranks, more, data):
     total = len(ranks) + more
     least = data.draw(st.integers(1, total // len(ranks)))
-    rows = divided(total, ranks, least)
-    assert (sum(rows), min(rows) >= least) == (total, True)
+    most = [data.draw(st.integers(1, total)) for _ in ranks]
+    if sum(most) < total:
+        with pytest.raises(ConfigError, match="and a step has"):
+            divided(total, ranks, least, most)
+        most = [total] * len(ranks)
+    rows = divided(total, ranks, least, most)
+    assert sum(rows) == total
+    assert all(min(least, m) <= r <= m for r, m in zip(rows, most, strict=True))
+
+
+def test_a_rank_that_dies_or_has_too_many_rows_gives_them_to_the_others_at_once():
+    balancer = Balancer(96)
+    told = [balancer.tell(), balancer.tell(20), balancer.tell()]
+    assert balancer.decide(told, [32, 32, 32], True) == [38, 20, 38]
+    assert balancer.decide(told, [40, 20, 20], False) == [51, 20, 25]
+    assert balancer.decide(told, [40, 20, 36], False) is None
 
 
 def test_equal_ranks_keep_their_rows_whatever_the_noise():
