@@ -38,6 +38,7 @@ Graph strategies (all_reduce, parameter_averaging) take the time of the cost mod
 are strategies without a common step (parameter_server, threshold:max_staleness=inf), and auto.
 
   hvdx simulate --slow 3:10 --strategies "all_reduce;threshold"     worker 3 is ten times slower
+  hvdx simulate --slow 3:10 --balance                               and takes fewer rows of each step
   hvdx simulate --jitter 0.2 --workers 16                           computing times differ by about 20 %
   hvdx simulate --elements 25000000 --workers 256                   a model of 25 million parameters
   hvdx simulate --core-speed 4 --computing 5ms                      workers with cores four times as fast as this one
@@ -52,6 +53,8 @@ _MOST_WORKERS, _MOST_ELEMENTS, _MOST_STEPS = 2048, 10**9, 100_000
 # Largest number of workers that all run, and numbers that run in a larger world, with a model and without.
 _ALL_RUN, _RUN, _RUN_MADE = 64, 4, 2
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+# Largest number of workers whose rows are printed.
+_FEW = 8
 # Shares of the shortest training at which losses are shown.
 _SHARES = (0.25, 0.5, 1.0)
 
@@ -72,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=32, metavar="N", help="samples in a batch of a worker (default: %(default)d)")
     add("--slow", action="append", default=[], metavar="RANK:FACTOR", help="slower worker; may be repeated")
     add("--jitter", type=float, default=0.0, metavar="S", help="spread of computing, of its logarithm: 0.2")
+    add("--balance", action="store_true", help="divide the rows of each step by the workers' speeds")
     add("--core-speed", type=float, default=1.0, metavar="F", help="cores of the workers / this core; inf: no work")
     add("--seed", type=int, default=0, help="seed of weights, batches and jitter (default: 0)")
     add(
@@ -203,7 +207,7 @@ def _workload(args: argparse.Namespace) -> "Workload":
     from hvdx.simulation.workloads import Digits, Made
 
     if args.elements is not None:
-        return Made(args.elements, args.seed)
+        return Made(args.elements, args.seed, args.batch)
     from hvdx.jobs.data import load
 
     try:
@@ -239,7 +243,7 @@ def _setting(
         count, sizes, args.computing, link, machine, batch=args.batch, slots=1.0, per_host=args.workers_per_host
     )
     running = _RUN_MADE if args.elements is not None else _RUN if count > _ALL_RUN else None
-    return Setting(situation, args.steps, slow, args.jitter, args.core_speed, running, args.seed)
+    return Setting(situation, args.steps, slow, args.jitter, args.balance, args.core_speed, running, args.seed)
 
 
 # -- the answer -------------------------------------------------------------------------------------------------------
@@ -294,7 +298,12 @@ def _section(args: argparse.Namespace, count: int, bandwidth: str, outcomes: "di
         for spelling, o in outcomes.items()
         if o.taken < args.steps
     ]
-    return "\n".join([title, fitted(rows, header), *cut, ""])
+    divided = [
+        f"{spelling}: rows of a step in the end: {', '.join(map(str, o.rows))}"
+        for spelling, o in outcomes.items()
+        if args.balance and count <= _FEW
+    ]
+    return "\n".join([title, fitted(rows, header), *divided, *cut, ""])
 
 
 def loss_at(losses: Sequence[tuple[float, float]], seconds: float) -> float:
@@ -314,7 +323,7 @@ def _ms(seconds: float) -> str:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("workers", "workers_per_host", "bandwidth", "latency", "strategies", "computing", "steps", "elements")
-    more = ("hidden", "batch", "slow", "jitter", "seed", "limit")
+    more = ("hidden", "batch", "slow", "jitter", "balance", "seed", "limit")
     # JSON has no infinity.
     speed = args.core_speed if math.isfinite(args.core_speed) else None
     return {name: getattr(args, name) for name in (*names, *more)} | {"core_speed": speed}

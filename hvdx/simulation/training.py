@@ -14,11 +14,13 @@ import numpy as np
 
 from hvdx.comm import Channel, Comm
 from hvdx.costs.model import Situation
+from hvdx.costs.speeds import Balancer
 from hvdx.errors import ConfigError
 from hvdx.simulation.ranks import SimulatedComm, on_all, world
 from hvdx.simulation.virtual_clock import RankClock
 from hvdx.simulation.workloads import Replica, Workload
 from hvdx.strategies import StepInput, Strategy, TensorSpec
+from hvdx.strategies.contract import EACH_STEP
 
 # Objects that belong to others, or to the simulation.
 _OUTSIDE = (
@@ -64,8 +66,8 @@ _LEFT_OUT = 1 / 3
 _POINTS = 50
 # Bytes of an element in weights, gradients and momenta together.
 _OWN = 12.0
-# Step of a replica: takes the replica, the exchange, the clock, and the seconds of computing.
-_Step = Callable[[Replica, Any, RankClock, np.ndarray], None]
+# Step of a replica: takes the replica, its rows, the exchange, the clock, and the seconds of computing.
+_Step = Callable[[Replica, int, Any, RankClock, np.ndarray], None]
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Setting:
         steps: number of steps.
         slow: factor on the time of all work of a rank, by rank; 1 for the others.
         jitter: standard deviation of the logarithm of the computing time of a step; its mean stays the same.
+        balance: whether strategies in step divide the rows of each step by the speeds of the workers.
         core_speed: speed of the ranks' cores, relative to this machine's; infinity for work that takes no time.
         running: number of workers that should run, while the others repeat them; None if all run.
         seed: seed of the jitter.
@@ -88,6 +91,7 @@ class Setting:
     steps: int
     slow: Mapping[int, float] = field(default_factory=dict)
     jitter: float = 0.0
+    balance: bool = False
     core_speed: float = 1.0
     running: int | None = None
     seed: int = 0
@@ -120,6 +124,7 @@ class Outcome:
         taken: number of steps; fewer than in the setting if the limit was reached.
         running: number of workers that ran.
         steps: number of steps that the means are of.
+        rows: rows of each worker in the last step.
     """
 
     seconds: float
@@ -134,6 +139,7 @@ class Outcome:
     taken: int
     running: int
     steps: int
+    rows: list[int]
 
 
 def simulate(strategy: Strategy, setting: Setting, workload: Workload) -> Outcome:
@@ -191,7 +197,9 @@ class _Plan:
     Attributes:
         rarely: whether most steps have no exchange.
         copying: seconds of a step in which TensorFlow copies the tensors of an exchange on the host, as predicted.
-        computing: float64[steps, workers], seconds of each step, `copying` included.
+        balances: whether the rows of the workers follow their speeds.
+        computing: float64[steps, workers], seconds of each step with an even share of the rows.
+        fixed: seconds of each step whatever its rows, `copying` included.
         last: number of steps that are taken.
     """
 
@@ -204,11 +212,16 @@ class _Plan:
         on_host = strategy.runs == "host" and self.predicted is not None
         self.copying = self.predicted.terms.get("copying", 0.0) if on_host and self.predicted else 0.0
         spread = np.random.default_rng(setting.seed).standard_normal((setting.steps, situation.workers))
-        seconds = situation.computing * np.exp(setting.jitter * spread - setting.jitter**2 / 2) + self.copying
-        if strategy.runs == "graph":
-            seconds += situation.polling(self.rarely)
-        self.computing = seconds * slow
+        self.computing = situation.computing * np.exp(setting.jitter * spread - setting.jitter**2 / 2)
+        self.fixed = self.copying + (situation.polling(self.rarely) if strategy.runs == "graph" else 0.0)
+        self.slow = slow
+        self.balances = setting.balance and strategy.schedule == EACH_STEP and strategy.weighs
         self.last, self._begin = setting.steps, time.monotonic()
+
+    def seconds(self, step: int, rows: "_Rows") -> np.ndarray:
+        """Return the seconds of computing of a step, float64[members]."""
+        share = np.array(rows.latest)[rows.mine] / self.workload.batch
+        return (self.computing[step, rows.mine] * share + self.fixed) * self.slow[rows.mine]
 
     def ended(self, step: int) -> None:
         """Note that rank 0 has ended a step. After the limit, the next step is the last one.
@@ -236,6 +249,7 @@ class _Log:
         bytes: bytes sent, received, sent to other hosts, and encoded.
         losses: pairs (virtual seconds, loss).
         memory: bytes of the exchange.
+        rows: rows of each worker in the end.
     """
 
     def __init__(self, steps: int) -> None:
@@ -246,6 +260,7 @@ class _Log:
         )
         self.losses: list[tuple[float, float]] = []
         self.memory = 0.0
+        self.rows: list[int] = []
 
     def end(self, step: int, comm: SimulatedComm, exchange: Any, copying: float) -> None:
         """Record the end of a step."""
@@ -259,6 +274,35 @@ class _Log:
         self.bytes[step + 1] = traffic.sent, traffic.received, traffic.crossing, messages
 
 
+class _Rows:
+    """Rows of each worker, which hvdx's own balancers divide; those of workers that repeat this one are here, too.
+
+    Attributes:
+        mine: bool[workers], this worker and those that repeat it.
+        latest: rows of each worker.
+    """
+
+    def __init__(self, comm: SimulatedComm, batch: int) -> None:
+        self._comm = comm
+        self.mine = comm.group.repeats == comm.group.running.index(comm.rank)
+        self.latest, self._changed = [batch] * comm.size, False
+        self._balancers = [Balancer(batch * comm.size) for _ in range(self.mine.sum())]
+
+    def follow(self, computing: np.ndarray, step: float) -> None:
+        """Add a step, its seconds of computing and in all; now and then, divide the rows anew. Collective."""
+        for balancer, rows, seconds in zip(self._balancers, np.array(self.latest)[self.mine], computing, strict=True):
+            balancer.add(float(rows), float(seconds), step)
+        if not self._balancers[0].is_due:
+            return
+        # The work since the last exchange is not that of an exchange.
+        self._comm.clock.resume()
+        everyone = self._comm.all_gather_object([b.tell() for b in self._balancers], "the speeds of the ranks")
+        told = [theirs[place] for theirs, place in zip(everyone, self._comm.group.turned, strict=True)]
+        wanted = self._balancers[0].decide(told, self.latest, not self._changed)
+        if wanted is not None:
+            self.latest, self._changed = wanted, True
+
+
 def _train(comm: SimulatedComm, plan: _Plan) -> _Log:
     strategy, replica, mine = plan.strategy, plan.workload.replica(comm.rank), comm.clock
     specs = list(plan.workload.specs)
@@ -266,23 +310,27 @@ def _train(comm: SimulatedComm, plan: _Plan) -> _Log:
         specs += [TensorSpec(f"momentum of {s.name}", s.shape, s.itemsize) for s in specs]
     exchange = strategy.open(comm, specs, "simulation")
     step_of = _step_of(strategy, len(specs))
-    group, log = comm.group, _Log(plan.setting.steps)
-    seconds = plan.computing[:, group.repeats == group.running.index(comm.rank)]
+    group, log, steps = comm.group, _Log(plan.setting.steps), plan.setting.steps
+    rows = _Rows(comm, plan.workload.batch)
     watched = comm.rank == 0 and len(group.running) == comm.size
-    every = -(-len(seconds) // _POINTS)
+    every = -(-steps // _POINTS)
     comm.start()
-    for step, computing in enumerate(seconds):
+    for step in range(steps):
         if step >= plan.last:
             break
-        step_of(replica, exchange, mine, computing)
+        begin, computing = float(mine.times[0]), plan.seconds(step, rows)
+        step_of(replica, rows.latest[comm.rank], exchange, mine, computing)
+        if plan.balances:
+            rows.follow(computing, float(mine.times[0]) - begin)
         log.end(step, comm, exchange, plan.copying)
-        loss = replica.loss() if watched and ((step + 1) % every == 0 or step + 1 == len(seconds)) else None
+        loss = replica.loss() if watched and ((step + 1) % every == 0 or step + 1 == steps) else None
         if loss is not None:
             log.losses.append((float(mine.times[0]), loss))
         if comm.rank == 0:
             plan.ended(step)
     mine.resume()
     exchange.close()
+    log.rows = rows.latest
     log.memory = bytes_held(exchange) + (comm.traffic.buffer if strategy.runs == "host" else 0.0)
     return log
 
@@ -294,8 +342,8 @@ def _step_of(strategy: Strategy, tensors: int) -> _Step:
     return _with_updates() if strategy.placement == "update" else _with_weights(strategy, tensors)
 
 
-def _with_gradients(replica: Replica, exchange: Any, mine: RankClock, seconds: np.ndarray) -> None:
-    gradients = replica.gradients()
+def _with_gradients(replica: Replica, rows: int, exchange: Any, mine: RankClock, seconds: np.ndarray) -> None:
+    gradients = replica.gradients(rows)
     mine.compute(seconds)
     mean = exchange.step(gradients)
     mine.count_work()
@@ -308,9 +356,9 @@ def _with_updates() -> _Step:
     changes: list[np.ndarray] = []
     since = 0
 
-    def step(replica: Replica, exchange: Any, mine: RankClock, seconds: np.ndarray) -> None:
+    def step(replica: Replica, rows: int, exchange: Any, mine: RankClock, seconds: np.ndarray) -> None:
         nonlocal before, changes, since
-        updates = replica.updates(replica.gradients())
+        updates = replica.updates(replica.gradients(rows))
         mine.compute(seconds)
         if exchange.period == 1 and since == 0:
             combined = exchange.step(updates)
@@ -336,9 +384,9 @@ def _with_weights(strategy: Strategy, tensors: int) -> _Step:
     taken = since = 0
     period = 1
 
-    def step(replica: Replica, exchange: Any, mine: RankClock, seconds: np.ndarray) -> None:
+    def step(replica: Replica, rows: int, exchange: Any, mine: RankClock, seconds: np.ndarray) -> None:
         nonlocal taken, since, period
-        replica.add(replica.updates(replica.gradients()))
+        replica.add(replica.updates(replica.gradients(rows)))
         mine.compute(seconds)
         if since == 0:
             period = next(length for first, length in reversed(strategy.schedule) if first <= taken)
@@ -373,6 +421,7 @@ def _outcome(plan: _Plan, logs: Sequence[_Log]) -> Outcome:
         taken=plan.last,
         running=len(logs),
         steps=count,
+        rows=logs[0].rows,
     )
 
 

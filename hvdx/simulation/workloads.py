@@ -29,8 +29,8 @@ class Replica(Protocol):
     weights: list[np.ndarray]
     slots: list[np.ndarray]
 
-    def gradients(self) -> list[np.ndarray]:
-        """Return the gradients of this rank's next batch."""
+    def gradients(self, rows: int) -> list[np.ndarray]:
+        """Return the gradients of this rank's next rows, which weigh as many as they are: an even share weighs 1."""
 
     def updates(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the changes of the weights that SGD with momentum makes of gradients; valid until the next call."""
@@ -50,9 +50,11 @@ class Workload(Protocol):
 
     Attributes:
         specs: its tensors.
+        batch: rows of a rank in a step, on average.
     """
 
     specs: list[TensorSpec]
+    batch: int
 
     def replica(self, rank: int) -> Replica:
         """Return the model of a rank; all ranks begin with the same weights."""
@@ -64,7 +66,7 @@ class Digits:
     Args:
         train, held_out: images, float32[n, pixels], and classes from 0 to 9, int64[n].
         hidden: units of the hidden layer.
-        batch: samples in a batch of one rank.
+        batch: samples in a batch of one rank, on average.
         seed: seed of the weights and of the batches.
     """
 
@@ -100,14 +102,14 @@ class _DigitsReplica:
         self.weights = task.initial()
         self.slots = [np.zeros_like(w) for w in self.weights]
 
-    def gradients(self) -> list[np.ndarray]:
+    def gradients(self, rows: int) -> list[np.ndarray]:
         images, classes = self._task.train
-        chosen = self._random.integers(len(images), size=self._task.batch)
+        chosen = self._random.integers(len(images), size=rows)
         x, y = images[chosen], classes[chosen]
         last = self.weights[2]
         hidden, shares = self._forward(x)
         shares[np.arange(len(y)), y] -= 1.0
-        shares /= np.float32(len(y))
+        shares /= np.float32(self._task.batch)
         behind = shares @ last.T * (hidden > 0)
         return [x.T @ behind, behind.sum(0), hidden.T @ shares, shares.sum(0)]
 
@@ -150,14 +152,16 @@ class Made:
     Args:
         elements: number of elements.
         seed: seed of the numbers.
+        batch: rows of a rank in a step, on average.
 
     Example:
         >>> made = Made(1000)
-        >>> [array.shape for array in made.replica(0).gradients()]
+        >>> [array.shape for array in made.replica(0).gradients(32)]
         [(1000,)]
     """
 
-    def __init__(self, elements: int, seed: int = 0) -> None:
+    def __init__(self, elements: int, seed: int = 0, batch: int = 32) -> None:
+        self.batch = batch
         random = np.random.default_rng(seed)
         count = min(elements + _SHIFT, _REPEATED)
         numbers = random.standard_exponential(count, np.float32)
@@ -180,7 +184,7 @@ class _MadeReplica:
     def _from(self, begin: int) -> np.ndarray:
         return self._numbers[begin : begin + self._numbers.size - _SHIFT]
 
-    def gradients(self) -> list[np.ndarray]:
+    def gradients(self, rows: int) -> list[np.ndarray]:
         self._step += 1
         return [self._from(64 * ((977 * self._rank + 131 * self._step) % (_SHIFT // 64)))]
 

@@ -162,7 +162,7 @@ def codec_seconds(elements: int, meet: Callable[[], object]) -> float:
     state, out, replica = threshold.init([elements]), [np.zeros(elements, np.float32)], Made(elements).replica(0)
     seconds = []
     for _ in range(_ROUNDS):
-        update = replica.gradients()
+        update = replica.gradients(0)
         meet()
         begin = time.perf_counter()
         message, state = threshold.encode(update, state)
@@ -206,7 +206,7 @@ def _exchange(spelling: str, count: int, made: Made, computing: float) -> dict[s
     for step in range(count):
         if counts is not None and step == first:
             before = counts.sent
-        update = place(replica.gradients())
+        update = place(replica.gradients(0))
         begin = time.perf_counter()
         time.sleep(computing)
         exchange.step(cast(Any, update))

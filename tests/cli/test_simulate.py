@@ -62,6 +62,13 @@ def test_simulate_of_made_updates_prints_no_losses(capsys):
     assert "loss" not in text
 
 
+def test_simulate_prints_the_rows_of_few_workers(capsys):
+    words = ["--elements", "100", "--workers", "2,16", "--steps", "12", "--slow", "1:3", "--balance"]
+    _, text, _ = simulate(capsys, *words, "--strategies", "all_reduce:engine=mpi")
+    assert text.count("rows of a step in the end") == 1
+    assert "\nall_reduce:engine=mpi: rows of a step in the end: 48, 16\n" in text
+
+
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [

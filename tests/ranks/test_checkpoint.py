@@ -13,6 +13,7 @@ import tensorflow as tf
 import hvdx
 import hvdx.keras as hvd
 from hvdx import comm as world
+from hvdx.costs.speeds import Balancer
 from hvdx.errors import ConfigError, ReplicaError
 from hvdx.keras import checkpoint
 from hvdx.keras.adapters.optimizer import adapter_of, optimizers_of
@@ -21,7 +22,6 @@ from hvdx.keras.checkpoint import files
 from hvdx.keras.checkpoint.folder import SHARED, Folder, of_rank
 from hvdx.keras.fit import data as shards
 from hvdx.keras.fit import noise
-from hvdx.keras.fit.speeds import Balancer
 from tests.ranks import models
 from tests.ranks.checkpoints import of_other_ranks, rewrite
 

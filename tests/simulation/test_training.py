@@ -62,7 +62,7 @@ def test_all_reduce_trains_as_one_worker_with_all_batches(task):
     assert together.sent == together.parts["network"] == 0.0
     replicas = [task.replica(rank) for rank in range(4)]
     for _ in range(24):
-        gradients = [r.gradients() for r in replicas]
+        gradients = [r.gradients(8) for r in replicas]
         for replica in replicas:
             replica.add(replica.updates([np.mean(g, axis=0) for g in zip(*gradients, strict=True)]))
     assert trained(task, "all_reduce").losses[-1][1] == pytest.approx(replicas[0].loss(), rel=1e-4)
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_loss(task):
     whole = Digits((task.train[0][:1], task.train[1][:1]), (task.train[0][:1], task.train[1][:1]), hidden=16, batch=1)
     replica = whole.replica(0)
     before, step = replica.loss(), 1e-3
-    for weight, gradient in zip(replica.weights, replica.gradients(), strict=True):
+    for weight, gradient in zip(replica.weights, replica.gradients(1), strict=True):
         element = np.unravel_index(np.argmax(np.abs(gradient)), gradient.shape)
         weight[element] += step
         assert replica.loss() - before == pytest.approx(step * gradient[element], rel=0.05)
@@ -106,6 +106,28 @@ def test_slow_worker_and_jitter_keep_the_others_waiting(task):
     assert alone.parts["waiting"] < 0.8 * uneven.parts["waiting"]
 
 
+@pytest.mark.parametrize("spelling", ["all_reduce", "threshold:target_density=0.1"])
+def test_rows_follow_the_speeds(task, spelling):
+    setting = dataclasses.replace(SETTING, slow={3: 10.0}, steps=30)
+    even, divided = (trained(task, spelling, dataclasses.replace(setting, balance=b)) for b in (False, True))
+    assert (even.rows, sum(divided.rows), divided.rows[3]) == ([8] * 4, 32, 1)
+    assert divided.parts["computing"] + divided.parts["waiting"] < 0.15 * 0.2
+    # Gradients weigh as many rows, so the loss falls as in steps of even rows.
+    assert divided.losses[-1][1] == pytest.approx(even.losses[-1][1], rel=0.2)
+    assert trained(task, spelling, dataclasses.replace(setting, balance=True)) == divided
+    averaged = trained(task, "parameter_averaging:period=4", dataclasses.replace(setting, balance=True))
+    assert averaged.rows == [8] * 4
+
+
+def test_gradients_of_any_division_add_up_to_those_of_one_process(task):
+    whole = Digits(task.train, task.held_out, hidden=16, batch=8).replica(0)
+    parts = Digits(task.train, task.held_out, hidden=16, batch=8).replica(0)
+    # One generator draws the rows one after another.
+    pieces = [parts.gradients(rows) for rows in (5, 1, 2)]
+    for gradient, *others in zip(whole.gradients(8), *pieces, strict=True):
+        np.testing.assert_allclose(sum(others), gradient, atol=1e-6)
+
+
 def test_automatic_density_keeps_its_budget():
     setting = dataclasses.replace(SETTING, steps=150)
     found = trained(Made(20_000), "threshold:warmup=none", setting)
@@ -126,6 +148,10 @@ def test_large_world_repeats_some_workers():
     assert sharded.sent < 0.3 * found.sent
     late = trained(made, "all_reduce", with_workers(256, running=2, slow={255: 10.0}))
     assert late.parts["waiting"] == pytest.approx(0.18)
+    # Each worker that repeats another one has rows of its own.
+    alike = with_workers(256, running=2, slow={254: 10.0}, steps=30, balance=True)
+    divided = trained(Made(20_000, batch=8), "all_reduce", alike)
+    assert (sum(divided.rows), divided.rows[254], min(divided.rows[:254])) == (2048, 1, 8)
     # One host runs if it has several workers, else two.
     assert [with_workers(n, running=2).running_hosts for n in (1, 2, 64)] == [1, 2, 2]
     eight = dataclasses.replace(SITUATION, workers=64, per_host=8)

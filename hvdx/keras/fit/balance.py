@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import keras
 
 from hvdx.comm import Comm, clock
+from hvdx.costs.speeds import Balancer, Speed, divided
 from hvdx.errors import ConfigError
 from hvdx.keras import backend
 from hvdx.keras.adapters import rows
@@ -15,7 +16,6 @@ from hvdx.keras.fit.batches import in_step
 from hvdx.keras.fit.divisions import Division
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.recording import Recording
-from hvdx.keras.fit.speeds import Balancer, Speed, divided
 from hvdx.keras.seams.frames import epoch_iterator
 from hvdx.keras.seams.iterators import dataset_of, sampler_of
 from hvdx.keras.seams.layers import CombinedBatchNormalization

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdx.costs.speeds import Balancer, Speed, divided, slowest
 from hvdx.errors import ConfigError
-from hvdx.keras.fit.speeds import Balancer, Speed, divided, slowest
 
 # Steps from a decision to the first batch that it changes: those that the pipelines have drawn.
 _AHEAD = 6
