@@ -87,7 +87,7 @@ hosts | link | limit | hvdx over MPI, bf16
 
 balance: rows(file)
 way | s, an epoch | ms a step | / even | ideal / it | rows of a step in the end | held-out loss | %
-{BALANCED[way]} | {short(seconds)} | {short(1e3 * settled)} | {bold(f"{settled / next(r['settled'] for r in every if r['way'] == way.removeprefix('balanced ')):.3f}") if "balanced" in way else ""} | {"" if way == "one process" else f"{read(file)['ideal'] / settled:.2f}"} | {", ".join(map(str, rows_at_the_end))} | {loss:.4f} | {accuracy:.1f}
+{BALANCED[way]} | {short(seconds)} | {short(1e3 * settled)} | {bold(f"{settled / next(r['settled'] for r in every if r['way'] == way.removeprefix('balanced ')):.3f}") if "balanced" in way else ""} | {"" if way == "one process" else f"{ideal / settled:.2f}"} | {", ".join(map(str, rows_at_the_end))} | {loss:.4f} | {accuracy:.1f}
 
 peers: rows("peers")
 backend | hosts | link | network | DataParallel or DDP, ms a step | `AllReduce()` | / peer | `Threshold()` | peer, s to the target | `Threshold()`, s | / peer

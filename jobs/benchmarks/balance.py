@@ -1,115 +1,157 @@
-"""Seconds of an epoch of workers of unequal speed, with even and with balanced rows.
+"""Seconds of an epoch of workers of unequal speed, or accuracy after the same time, with even and with balanced rows.
 
     python jobs/benchmarks/balance.py                                   four workers, one of them ten times slower
     python jobs/benchmarks/balance.py --times 1,2                       two workers
+    python jobs/benchmarks/balance.py --times "1,1,1,1;1,1,1,2"         one spread of speeds after another
+    python jobs/benchmarks/balance.py --times 1,1,1,1 --jitter 0.5,1    pauses differ at random in each step
     python jobs/benchmarks/balance.py --times 1,2 --change 50           their speeds are exchanged after 50 steps
     python jobs/benchmarks/balance.py --bandwidth 100mbit --json balance.json
+    python jobs/benchmarks/balance.py --seconds 20 --pause 1.5 --steps 480 --data digits --seeds 0,1,2
 
-Workers train a dense network on Fashion-MNIST, with SGD and momentum. In each step a worker sleeps for 4 ms (--pause)
-for each of its rows, times its number in --times: this stands for computing. "Ideal" is the time in which all workers
-would do the rows of a step together if their speeds added up, and nothing else took time. Seconds are those of the
-epoch, and milliseconds those of a step after the first thirty. A way is a strategy, with "balanced" before it if the
-rows follow the speeds; "one process" takes the same steps alone.
+Workers train a dense network, with SGD and momentum. In each step a worker sleeps for 4 ms (--pause) for each of its
+rows, times its number in --times, and a random factor if there is --jitter: this stands for computing. "Ideal" is the
+time in which all workers would do the rows of a step together if their speeds added up, and nothing else took time.
+Seconds are those of the epoch, and milliseconds those of a step after the first thirty. Samples a second are those of
+all workers in the second half of the time; beside them stand those of `hvdx simulate --balance` for the same pauses,
+where nothing else takes time. A way is a strategy, with "balanced" before it if the rows follow the speeds; "one
+process" takes the same steps alone.
+
+With --seconds each way has the same time: worker 0 stores its weights, which are evaluated after the training, and loss
+and accuracy are those after a quarter, a half, and all of the seconds. The rest of the epoch has no pauses. Seconds
+count from the fourth step, when everything is compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
-from statistics import fmean, median
+from itertools import product
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from hvdx.costs.model import Situation
+from hvdx.costs.types import Link
 from hvdx.jobs.benchmarks import harness
-from hvdx.report.table import render
+from hvdx.simulation.training import Setting, simulate
+from hvdx.simulation.workloads import Made
+from hvdx.strategies import parse
 
 if TYPE_CHECKING:
-    import numpy as np
     import tensorflow as tf
 
 _BALANCED = "balanced "
 _WAYS = "all_reduce,balanced all_reduce,threshold,balanced threshold,threshold:max_staleness=inf"
 # Steps that are not timed: they trace and compile. And steps after which the rows are expected to follow the speeds.
-_COMPILING, _SETTLED = 3, 30
+_COMPILING, _SETTLED = 4, 30
+# Parts of the seconds after which the weights are evaluated.
+_PARTS = (0.25, 0.5, 1.0)
+# Steps of a simulation.
+_SIMULATED = 200
+_COLUMNS = [
+    ("way", lambda row: row["way"]),
+    harness.figure("samples/s", "samples", ".0f"),
+    harness.figure("simulated", "simulated", ".0f"),
+    harness.figure("s", "seconds", ".1f"),
+    harness.figure("ms a step", "settled", ".1f", 1e3),
+    ("ideal / it", lambda row: f"{row['ideal'] / row['settled']:.2f}" if row["settled"] else ""),
+    ("rows at the end", lambda row: ", ".join(map(str, row["rows_at_the_end"]))),
+    harness.figure("held-out loss", "loss", ".6f"),
+    harness.figure("%", "accuracy", ".2f"),
+    ("times", lambda row: ",".join(f"{t:g}" for t in row["times"])),
+    harness.figure("jitter", "jitter", "g"),
+    ("data", lambda row: row["data"]),
+    harness.figure("seed", "seed", "d"),
+]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison, or one of its workers."""
     parser = harness.parser(__doc__)
     add = parser.add_argument
-    add("--times", type=harness.several(float), default="1,1,1,10", metavar="X,...", help="slowness of each worker")
+    add("--times", default="1,1,1,10", metavar="X,...;...", help="slowness of each worker")
+    add("--jitter", type=harness.several(float), default="0", metavar="S,...", help="spread of a pause's logarithm")
     add("--ways", type=harness.several(str), default=_WAYS, metavar="WAY,...", help="compared ways")
+    add("--data", type=harness.several(str), default="fashion-mnist", metavar="NAME,...", help="or digits")
     add("--bandwidth", default="", metavar="RATE", help="give each worker an emulated host with a link of this rate")
     add("--rows", type=int, default=24, help="rows of a step for each worker, on average")
     add("--pause", type=float, default=4.0, metavar="MS", help="sleep for a row of a worker of slowness 1")
     add("--steps", type=int, default=120, help="steps of each worker in an epoch")
+    add("--seconds", type=float, default=0.0, metavar="S", help="compare the ways after this time")
     add("--change", type=int, default=0, metavar="STEP", help="step in which the order of --times is turned around")
     add("--seeds", type=harness.several(int), default="0", metavar="N,N,...", help="seeds of weights and data")
     return harness.run(parser, compare, train, argv)
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run the ways, and print a table."""
-    rows: list[harness.Row] = []
-    for way in ["one process", *options.ways]:
-        for seed in options.seeds:
-            rows.append(figures(way, seed, options))
-            print(f"{way}: {rows[-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
-    ideal = 1e-3 * options.pause * options.rows * len(options.times) / sum(1 / t for t in options.times)
-    written = {"times": options.times, "bandwidth": options.bandwidth, "ideal": ideal, "rows": rows}
-    show(rows, ideal, options)
-    harness.write(options.json, written)
+    """Run all cases, and print a table."""
+    spreads = [harness.several(float)(times) for times in options.times.split(";")]
+    names = ("data", "times", "jitter", "seed", "way")
+    # Alone, without pauses, a process would have taken all steps long before the end of the seconds.
+    ways = options.ways if options.seconds else ["one process", *options.ways]
+    cases = product(options.data, spreads, options.jitter, options.seeds, ways)
+    shared = {name: getattr(options, name) for name in ("bandwidth", "rows", "pause", "steps", "seconds", "change")}
+    rows = (dict(zip(names, case, strict=True)) for case in cases)
+    harness.run_cases(options.json, rows, lambda case: figures(case, shared), _COLUMNS, shared, resumes=True)
     return 0
 
 
-def figures(way: str, seed: int, options: argparse.Namespace) -> harness.Row:
+def figures(case: harness.Row, shared: harness.Row) -> harness.Row:
     """Train once, and combine the workers' figures."""
-    setting: harness.Row = {key: getattr(options, key) for key in ("times", "rows", "pause", "steps", "change")}
-    setting |= {"way": way, "seed": seed}
-    size = 1 if way == "one process" else len(options.times)
+    size = 1 if case["way"] == "one process" else len(case["times"])
     # The pause takes one thread of TensorFlow's, and the pipeline of the data needs another.
     one = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), "1") | {"TF_NUM_INTEROP_THREADS": "2"}
-    ranks = harness.launch(__file__, setting, size, options.bandwidth if size > 1 else "", limit=1800, env=one).ranks
+    bandwidth = shared["bandwidth"] if size > 1 else ""
+    ranks = harness.launch(__file__, case | shared, size, bandwidth, limit=1800, env=one).ranks
+    seconds = shared["seconds"] or max(sum(rank["steps"]) for rank in ranks)
+    if sum(ranks[0]["steps"]) < seconds:
+        sys.exit(f"{case['way']}: {shared['steps']} steps took less than {seconds:g} s. Do: give more --steps.")
     settled = [rank["steps"][_SETTLED:] for rank in ranks]
+    # Asynchronous workers take different numbers of steps.
+    in_step = len(set(map(len, settled))) == 1 and not shared["seconds"]
+    rates, rows = zip(*(second_half(rank, seconds) for rank in ranks), strict=True)
     return {
-        "way": way,
-        "seed": seed,
-        "seconds": max(rank["seconds"] for rank in ranks),
-        # Asynchronous workers take different numbers of steps.
-        "settled": max(fmean(steps) for steps in settled) if len(set(map(len, settled))) == 1 else None,
-        "rows_at_the_end": [rank["sizes"][-1] for rank in ranks],
-        "loss": ranks[0]["loss"],
-        "accuracy": ranks[0]["accuracy"],
+        "samples": sum(rates),
+        "simulated": simulated(case, shared),
+        "ideal": 1e-3 * shared["pause"] * shared["rows"] * len(case["times"]) / sum(1 / t for t in case["times"]),
+        "seconds": seconds,
+        "settled": max(fmean(steps) for steps in settled) if in_step else None,
+        "rows_at_the_end": rows,
+        "loss": ranks[0]["curve"][-1][0],
+        "accuracy": ranks[0]["curve"][-1][1],
+        "curve": ranks[0]["curve"],
         "steps": [len(rank["steps"]) for rank in ranks],
     }
 
 
-def show(rows: list[harness.Row], ideal: float, options: argparse.Namespace) -> None:
-    """Print a table of medians over the seeds."""
-    cells = []
-    for way in dict.fromkeys(row["way"] for row in rows):
-        mine = [row for row in rows if row["way"] == way]
-        even = [row for row in rows if row["way"] == way.removeprefix(_BALANCED)]
-        seconds, steps = median(row["seconds"] for row in mine), [row["settled"] for row in mine]
-        step = None if None in steps else median(steps)
-        ratio = step / median(row["settled"] for row in even) if step and even and way.startswith(_BALANCED) else None
-        cells.append(
-            [
-                way,
-                f"{seconds:.1f}",
-                f"{1e3 * step:.1f}" if step else "",
-                f"{ratio:.3f}" if ratio else "",
-                f"{ideal / step:.2f}" if step and way != "one process" else "",
-                ", ".join(str(n) for n in mine[0]["rows_at_the_end"]),
-                f"{median(row['loss'] for row in mine):.6f}",
-                f"{median(row['accuracy'] for row in mine):.2f}",
-            ]
-        )
-    links = f", links of {options.bandwidth}" if options.bandwidth else ""
-    listed = ", ".join(f"{t:g}" for t in options.times)
-    print(f"\n{len(options.times)} workers of slowness {listed}{links}; ideal step {1e3 * ideal:.1f} ms")
-    header = ["way", "s", "ms a step", "/ even", "ideal / it", "rows at the end", "held-out loss", "%"]
-    print(render(cells, header=header))
+def second_half(rank: harness.Row, seconds: float) -> tuple[float, int]:
+    """Return the samples a second of a worker in the second half of a time, and the rows of its last step."""
+    ends = np.cumsum([0.0, *rank["steps"]])
+    first, last = np.searchsorted(ends, [seconds / 2, seconds * (1 + 1e-9)], "right") - 1
+    rows = rank["sizes"][_COMPILING:][:last]
+    return sum(rows[first:]) / max(ends[last] - ends[first], 1e-9), rows[-1]
+
+
+def simulated(case: harness.Row, shared: harness.Row) -> float | None:
+    """Return the samples a second by `hvdx simulate`, with exchanges that take no time; None without a common step."""
+    strategy = parse(case["way"].removeprefix(_BALANCED).replace("one process", "all_reduce"))
+    if strategy.asynchronous or case["way"] == "one process":
+        return None
+    size, rows = len(case["times"]), shared["rows"]
+    situation = Situation(size, (1000,), 1e-3 * shared["pause"] * rows, Link(0.0, math.inf), engine="mpi")
+    setting = Setting(
+        situation,
+        _SIMULATED,
+        dict(enumerate(case["times"])),
+        case["jitter"],
+        case["way"].startswith(_BALANCED),
+        math.inf,
+        seed=case["seed"],
+    )
+    return float(rows * size) / simulate(strategy, setting, Made(1000, batch=rows)).seconds
 
 
 def train(setting: argparse.Namespace) -> harness.Row:
@@ -123,14 +165,20 @@ def train(setting: argparse.Namespace) -> harness.Row:
     alone = setting.way == "one process"
     strategy = setting.way.removeprefix(_BALANCED)
     hvdx.init(strategy=None if alone else strategy)
-    loaded = load(getattr(setting, "data", "fashion-mnist"))
+    loaded = load(setting.data)
     keras.utils.set_random_seed(setting.seed)
     sizes: list[int] = []
+    random = np.random.default_rng([setting.seed, hvdx.rank()])
+
+    def is_over() -> bool:
+        after = time.perf_counter() - stored.start
+        return bool(setting.seconds) and len(sizes) > _COMPILING and after > setting.seconds
 
     def pause(x: np.ndarray) -> np.ndarray:
         times = setting.times[::-1] if setting.change and len(sizes) >= setting.change else setting.times
-        if not alone:
-            time.sleep(1e-3 * setting.pause * len(x) * times[hvdx.rank()])
+        if not alone and not is_over():
+            noise = math.exp(setting.jitter * random.standard_normal() - setting.jitter**2 / 2)
+            time.sleep(1e-3 * setting.pause * len(x) * times[hvdx.rank()] * noise)
         sizes.append(len(x))
         return x
 
@@ -151,21 +199,26 @@ def train(setting: argparse.Namespace) -> harness.Row:
         (loaded.train_x, loaded.train_y),
         global_batch_size=together,
         seed=setting.seed,
-        steps=setting.steps,
         balance="auto" if setting.way.startswith(_BALANCED) else "off",
     )
-    watch = harness.StepWatch(0, dict)
+    stored = harness.StoredWeights(model)
+
+    def store() -> dict[str, float]:
+        if len(watch.seconds) == _COMPILING:
+            stored.start = time.perf_counter()
+        elif setting.seconds and hvdx.rank() == 0 and not is_over():
+            stored.store()
+        return {}
+
+    watch = harness.StepWatch(_COMPILING, store)
     callbacks = [harness.callback(watch)] + ([] if alone else [hvdx.keras.Distribute()])
-    model.fit(data, verbose=0, callbacks=callbacks)
-    steps = watch.seconds[_COMPILING + 1 :]
-    held_out, accuracy = model.evaluate(loaded.test_x, loaded.test_y, 2000, verbose=0)
-    return {
-        "steps": steps,
-        "seconds": sum(steps),
-        "sizes": sizes,
-        "loss": held_out,
-        "accuracy": 100 * accuracy,
-    }
+    model.fit(data.repeat(), steps_per_epoch=setting.steps, verbose=0, callbacks=callbacks)
+    if not setting.seconds:
+        stored.store(at_once=True)
+    moments = [part * setting.seconds for part in _PARTS] if setting.seconds else [math.inf]
+    copies = [next(w for at, w in reversed(stored.copies) if at <= moment) for moment in moments if hvdx.rank() == 0]
+    curve = [stored.accuracy(weights, loaded) for weights in copies]
+    return {"steps": watch.seconds[_COMPILING:], "sizes": sizes, "curve": curve}
 
 
 if __name__ == "__main__":

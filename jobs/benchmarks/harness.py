@@ -41,6 +41,8 @@ INPUTS, CLASSES = 784, 10
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9}
 _BITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 _DIGITS = 6
+# Seconds between two stored copies of the weights.
+_STORE_SECONDS = 0.25
 # Bytes of the headers of a packet: Ethernet 14, IPv4 20, TCP with timestamps 32.
 _HEADERS = 66
 
@@ -452,6 +454,35 @@ class StepWatch:
         if len(self.seconds) >= self._settled:
             self.totals[1:] = [self._read()]
         self._end = time.perf_counter()
+
+
+class StoredWeights:
+    """Weights of a model in training, stored four times a second, to be evaluated after it.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        start: time from which seconds count; by default, when this object is made.
+        copies: pairs (seconds, weights).
+    """
+
+    def __init__(self, model: "keras.Model") -> None:
+        self._model = model
+        self.start = time.perf_counter()
+        self.copies: list[tuple[float, list[np.ndarray]]] = []
+
+    def store(self, at_once: bool = False) -> None:
+        """Store the weights, if the last copy is old enough or they are wanted at once."""
+        now = time.perf_counter() - self.start
+        if at_once or now - (self.copies[-1][0] if self.copies else 0.0) > _STORE_SECONDS:
+            self.copies.append((now, self._model.get_weights()))
+
+    def accuracy(self, weights: list[np.ndarray], data: "Data") -> tuple[float, float]:
+        """Return loss and accuracy, in percent, of stored weights on test data."""
+        self._model.set_weights(weights)
+        loss, accuracy = self._model.evaluate(data.test_x, data.test_y, 2000, verbose=0)
+        return loss, 100 * accuracy
 
 
 def callback(watch: object) -> "keras.callbacks.Callback":

@@ -21,15 +21,9 @@ import argparse
 import sys
 import time
 from statistics import median
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from hvdx.jobs.benchmarks import harness
 from hvdx.report.table import render
-
-if TYPE_CHECKING:
-    import keras
 
 _SERVER = "parameter_server:servers=colocated"
 #: Compared ways: name, strategy, and factor of the learning rate ("N" is the number of workers).
@@ -50,8 +44,6 @@ _DEFAULT = "all_reduce,all_reduce_n,plain,scaled,soft,soft_scaled,bound,bound_fa
 _COMPILING = 2
 # Time limit of a training, in seconds.
 _MOST_SECONDS = 1800
-# Seconds between two stored copies of the weights.
-_STORE_SECONDS = 0.25
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -213,7 +205,8 @@ def train(setting: argparse.Namespace) -> harness.Row:
     hvdx.init(strategy=None if alone else setting.spelling)
     model, batches, _, data = harness.mlp(setting)
     slow = hvdx.rank() == hvdx.size() - 1
-    watch = _Watch(model, setting.pause / 1e3 + (setting.delay if slow else 0.0), hvdx.rank() == 0)
+    stored = harness.StoredWeights(model)
+    watch = _Watch(setting.pause / 1e3 + (setting.delay if slow else 0.0), stored, hvdx.rank() == 0)
     distribute = None if alone else hvdx.keras.Distribute()
     model.fit(
         batches.repeat(),
@@ -222,16 +215,15 @@ def train(setting: argparse.Namespace) -> harness.Row:
         verbose=0,
         callbacks=[harness.callback(watch)] if distribute is None else [distribute, harness.callback(watch)],
     )
-    end = time.perf_counter() - watch.start
-    if watch.stores:
-        watch.stored.append((end, model.get_weights()))
+    if hvdx.rank() == 0:
+        stored.store(at_once=True)
+    end = stored.copies[-1][0] if stored.copies else time.perf_counter() - stored.start
     curve: list[tuple[float, float]] = []
-    for i, (seconds, weights) in enumerate(watch.stored):
+    for i, (seconds, weights) in enumerate(stored.copies):
         # After the target is reached, only the final weights are evaluated.
-        if i < len(watch.stored) - 1 and any(accuracy >= setting.target for _, accuracy in curve):
+        if i < len(stored.copies) - 1 and any(accuracy >= setting.target for _, accuracy in curve):
             continue
-        model.set_weights(weights)
-        curve.append((seconds, 100 * model.evaluate(data.test_x, data.test_y, 2000, verbose=0)[1]))
+        curve.append((seconds, stored.accuracy(weights, data)[1]))
     cost = None if distribute is None else distribute.cost()
     entries, encoded = (cost.entries, cost.encoded) if cost else (0, 0)
     density = entries / encoded if encoded else None
@@ -245,31 +237,27 @@ class _Watch:
     """Watch of a `fit` that sleeps before each step, times the steps, and stores weights.
 
     Args:
-        model: the model in training.
         delay: seconds of sleep.
-        stores: True to store weights.
+        stored: the weights; seconds count from the first step that does not compile.
+        stores: True to store them.
     """
 
-    def __init__(self, model: "keras.Model", delay: float, stores: bool) -> None:
-        self.stores = stores
+    def __init__(self, delay: float, stored: harness.StoredWeights, stores: bool) -> None:
         self.steps: list[float] = []
-        self.stored: list[tuple[float, list[np.ndarray]]] = []
-        self._model, self._delay = model, delay
-        self.start = self._last = self._begin = time.perf_counter()
+        self._delay, self._stored, self._stores = delay, stored, stores
+        self._begin = stored.start
 
     def on_train_batch_begin(self, batch: int, logs: harness.Logs = None) -> None:
         self._begin = time.perf_counter()
         if batch == _COMPILING:
-            self.start = self._last = self._begin
+            self._stored.start = self._begin
         if self._delay:
             time.sleep(self._delay)
 
     def on_train_batch_end(self, batch: int, logs: harness.Logs = None) -> None:
-        now = time.perf_counter()
-        self.steps.append(now - self._begin)
-        if self.stores and now - self._last > _STORE_SECONDS and batch >= _COMPILING:
-            self._last = now
-            self.stored.append((now - self.start, self._model.get_weights()))
+        self.steps.append(time.perf_counter() - self._begin)
+        if self._stores and batch >= _COMPILING:
+            self._stored.store()
 
 
 if __name__ == "__main__":
