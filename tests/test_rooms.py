@@ -20,7 +20,7 @@ MAY = {
     "foreign": set(),
     "log": {"hvdx.foreign"},
     "codec": {"numpy", "xxhash", "hvdx.kernels", "hvdx.cache", "hvdx.errors"},
-    "costs": {"numpy", "hvdx.comm", "hvdx.codec"},
+    "costs": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.errors"},
     "strategies": {"numpy", "hvdx.comm", "hvdx.codec", "hvdx.costs", "hvdx.errors", "hvdx.log"},
     "simulation": {"numpy", "hvdx.comm", "hvdx.strategies", "hvdx.costs", "hvdx.errors"},
     "report": {"numpy", "matplotlib", "jinja2", "hvdx.errors", "hvdx.foreign", "hvdx.log"},
