@@ -35,7 +35,7 @@ machine are measured, and a cost model predicts a step under each strategy. With
 link is measured; otherwise --bandwidth gives it. The predictions are of time. They do not say how well a strategy
 learns: `hvdx compare` measures that. Strategies that need more memory than this machine has are left out.
 
-  hvdx advise --hosts node1:2,node2:2 -- python train.py           measure the link between two hosts
+  hvdx advise --hosts node1:2,node2:2 -- python train.py           measure the link between two hosts, and their speeds
   hvdx advise --bandwidth 10mbit,1gbit -n 8 -- python train.py     two networks that you do not have
 
 Exit code 0: several workers are worth it on at least one link; 1: one worker learns as fast; 2: an error.
@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         with sigterm_raises():
             measured = _measure(words, per_host, args.timeout)
-            links = configured or _probed(list(hosts), measured[0].elements)
+            links, seconds = (configured, ()) if configured else _probed(list(hosts), measured[0].elements)
     except TerminatedError:
         return TERMINATED
-    return _report(args, words, workers, per_host, measured, links)
+    return _report(args, words, workers, per_host, measured, links, seconds)
 
 
 def _counts(text: str | None) -> list[int]:
@@ -138,16 +138,16 @@ def given_link(bandwidth: str, latency: float = LATENCY) -> "Link":
     return Link(latency / 1000, float("inf") if rate is None else rate / 8 * _PAYLOAD)
 
 
-def _probed(hosts: Sequence[str], elements: int) -> dict[str, "Link"]:
-    """Measure the link between the hosts, or those of the batch job; without either, assume one."""
+def _probed(hosts: Sequence[str], elements: int) -> tuple[dict[str, "Link"], Sequence[tuple[str, float]]]:
+    """Measure the hosts, or those of the batch job: their link, and their speeds; without either, assume a link."""
     from hvdx.cli.advising import machine
 
     if hosts or machine.job_size() > 1:
-        _say("measuring the link between the hosts")
+        _say("measuring the link between the hosts, and their speeds")
         found = machine.probe(hosts, elements)
-        return {f"{8e-6 * found.bandwidth:.0f}mbit": found}
+        return {f"{8e-6 * found.link.bandwidth:.0f}mbit": found.link}, found.seconds
     _say(f"no --bandwidth, no --hosts, and no batch job: assuming a link of {ASSUMED}. Give --bandwidth for yours.")
-    return {ASSUMED: given_link(ASSUMED)}
+    return {ASSUMED: given_link(ASSUMED)}, ()
 
 
 def _measure(words: Sequence[str], per_host: int, timeout: float) -> "tuple[Training, Training, Machine]":
@@ -187,6 +187,7 @@ def _report(
     per_host: int,
     measured: "tuple[Training, Training, Machine]",
     links: "dict[str, Link]",
+    seconds: Sequence[tuple[str, float]],
 ) -> int:
     """Predict for each link, print, and write the JSON file."""
     from hvdx.cli.advising import answer
@@ -203,7 +204,12 @@ def _report(
             f"{min(workers)}: a worker would have less than a batch. Do: -n {max(1, alone.batches // 2)}, or raise the "
             "script's steps_per_epoch= if its epochs are shorter than its data."
         )
-    document: dict[str, Any] = {"command": list(words), "training": _facts(alone, shared), "links": []}
+    document: dict[str, Any] = {
+        "command": list(words),
+        "training": _facts(alone, shared),
+        "links": [],
+        "hosts": dict(seconds),
+    }
     memory = answer.Memory(max(alone.memory, shared.memory), usable_memory() / per_host)
     advices, texts = [], [_head(alone, shared, machine, per_host)]
     worth = False
@@ -230,7 +236,8 @@ def _report(
             }
         )
     if args.json is None or str(args.json) != "-":
-        print("\n\n".join([*advices, *texts]))
+        unequal = answer.speeds_text(seconds, alone.batch)
+        print("\n\n".join([*advices, *filter(None, [answer.wrapped(unequal)]), *texts]))
     write_json("advise", args.json, document)
     return 0 if worth else 1
 

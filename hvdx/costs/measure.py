@@ -25,6 +25,8 @@ _PINGS, _CARRIED = 200, 1 << 24
 _PARTS, _PART = 64, 256
 # Elements by which the update moves from one step of the measurement of the codec to the next.
 _SHIFT = 12_352
+# Rows and columns of the matrices whose product is timed: some milliseconds on a core.
+_MATRIX = 512
 
 
 def measure_codec(elements: int, threads: int | None = None) -> Codec:
@@ -68,6 +70,12 @@ def measure_codec(elements: int, threads: int | None = None) -> Codec:
         cut=cutting,
         join=joining,
     )
+
+
+def measure_arithmetic() -> float:
+    """Return the seconds of a product of matrices on this machine, which compare it with others like it."""
+    matrix = np.ones((_MATRIX, _MATRIX), np.float32)
+    return _median(lambda: matrix @ matrix)
 
 
 def _heavy_tailed(count: int) -> np.ndarray:

@@ -123,12 +123,15 @@ def test_advise_says_which_link_it_assumes(advise):
 
 def test_advise_measures_the_link_between_hosts(advise, monkeypatch):
     asked = []
-    monkeypatch.setattr(machine, "probe", lambda *arguments: asked.append(arguments) or Link(2e-4, 5e6, 0.8))
+    probed = machine.Probed(Link(2e-4, 5e6, 0.8), [("a", 0.01), ("b", 0.02)])
+    monkeypatch.setattr(machine, "probe", lambda *arguments: asked.append(arguments) or probed)
     _, text, _, document = advise("--hosts", "a:2,b:2", *STAND_IN, "write", "20", "1000")
     assert asked == [(["a", "b"], 1000)]
     assert [a["workers"] for a in document["links"][0]["answers"]] == [4]
     assert document["links"][0]["bandwidth"] == "40mbit"
     assert "hvdx run --hosts a:2,b:2 -n 4" in text or "Do not distribute" in text
+    said = re.search(r"b is 2.0 times slower than .* takes (\d+), (\d+) rows .* takes 0.67 of", " ".join(text.split()))
+    assert int(said[1]) == pytest.approx(2 * int(said[2]), abs=2)
 
 
 def test_advise_measures_copies_that_share_a_host(advise):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from hvdx.cli.advising.script import Training
 from hvdx.comm.launcher import usable_cores
 from hvdx.costs.model import Situation, one_worker, split_layers
+from hvdx.costs.speeds import Speed, divided, slowest
 from hvdx.costs.types import TERMS, Link, Machine, Prediction
 from hvdx.report.table import WIDTH, fitted, quantity
 from hvdx.strategies import names, parse
@@ -21,6 +22,8 @@ SPLIT = "split layers"
 FEWEST_BATCHES = 4
 #: Largest numbers of workers for which predicted steps were compared with emulated hosts, and with `hvdx simulate`.
 MEASURED, SIMULATED = 4, 1024
+# Ratio of the times of two hosts from which they are of unequal speed.
+_UNEQUAL = 1.2
 # Strategies with options that are predicted beside those of `names()` with their defaults.
 _VARIANTS = ("all_reduce", "all_reduce:compression=fp16", "parameter_server:servers=colocated")
 
@@ -268,6 +271,28 @@ def data_text(training: Training, counts: Sequence[int]) -> str:
         f"An epoch of this script has {training.batches:,} batches{samples}. With more than {most:,} "
         f"worker{'s' * (most != 1)}, a worker has fewer than {FEWEST_BATCHES} of them; those numbers are left out, "
         "whatever their samples per second."
+    )
+
+
+def speeds_text(seconds: Sequence[tuple[str, float]], batch: int) -> str:
+    """Return a sentence about hosts of unequal speed; "" if there are none.
+
+    Args:
+        seconds: name of each host, and its seconds of the same arithmetic.
+        batch: rows of a step of one worker; 0 if they are unknown.
+    """
+    speeds = [Speed(0.0, time) for _, time in seconds]
+    fastest = min((time for _, time in seconds), default=0.0)
+    slow = [f"{host} is {time / fastest:.1f} times slower" for host, time in seconds if time > _UNEQUAL * fastest]
+    if not slow:
+        return ""
+    even, total = batch or 1, (batch or 1) * len(seconds)
+    rows = divided(total, speeds)
+    share = slowest(speeds, rows) / slowest(speeds, [even] * len(seconds))
+    return (
+        f"The hosts are of unequal speed: {', '.join(slow)} than the fastest. In step, the others wait for it. With "
+        f"hvdx.shard(..., global_batch_size={total}) a worker on each takes {', '.join(map(str, rows))} rows of a "
+        f"step, whose computing takes {share:.2f} of the time with even rows (docs/unequal-workers.md)."
     )
 
 

@@ -9,12 +9,13 @@ A process of its own leaves the cores to the measurement; as many of them as wor
 import dataclasses
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdx.cli.batch import systems
 from hvdx.cli.common.mpi_tools import find_mpi, host_options, mpirun_command
@@ -87,8 +88,20 @@ def link_command(elements: int) -> list[str]:
     return [*_MODULE, "link", str(elements)]
 
 
-def probe(hosts: Sequence[str], elements: int) -> Link:
-    """Measure the link between hosts, with one rank on each.
+class Probed(NamedTuple):
+    """What ranks on several hosts have measured.
+
+    Attributes:
+        link: link between the hosts.
+        seconds: name of each host, and seconds of the same arithmetic there.
+    """
+
+    link: Link
+    seconds: Sequence[tuple[str, float]] = ()
+
+
+def probe(hosts: Sequence[str], elements: int) -> Probed:
+    """Measure the link between hosts and their speeds, with one rank on each.
 
     Args:
         hosts: names of the hosts; empty for those of this batch job.
@@ -107,7 +120,7 @@ def probe(hosts: Sequence[str], elements: int) -> Link:
         raise LaunchError(
             f"advise: the link could not be measured: {done.reason()}. Give its speed instead: --bandwidth 1gbit"
         )
-    return Link(**reports[0])
+    return Probed(Link(**reports[0]["link"]), [(name, seconds) for name, seconds in reports[0]["seconds"]])
 
 
 def job_size() -> int:
@@ -121,7 +134,7 @@ def _hostfile() -> str:
 
 def _main(words: Sequence[str]) -> None:
     from hvdx.costs import link
-    from hvdx.costs.measure import measure_machine
+    from hvdx.costs.measure import measure_arithmetic, measure_machine
     from hvdx.costs.model import Situation
 
     if words[0] == "speeds":
@@ -141,8 +154,9 @@ def _main(words: Sequence[str]) -> None:
         ideal = Situation(world.size, (elements,), 0.0, found).ring(4 * elements)
         spent = mpi.all_reduce_seconds(elements) - ideal["latency"]
         found = dataclasses.replace(found, reducing=min(1.0, ideal["transfer"] / max(spent, 1e-9)))
+    seconds = world.all_gather_object((socket.gethostname(), measure_arithmetic()), "the speeds of the hosts")
     if world.rank == 0:
-        print("HVDX", json.dumps(dataclasses.asdict(found)), flush=True)
+        print("HVDX", json.dumps({"link": dataclasses.asdict(found), "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

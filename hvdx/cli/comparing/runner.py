@@ -189,7 +189,7 @@ def _add(plan: Plan, workers: int, runs: list[Single]) -> None:
         copied = script.run_copies(plan.program(0), Path(folder), copies, _STEPS_SECONDS)
     training = sorted(copied, key=lambda each: each.computing)[copies // 2]
     speeds = machine.measure(training.elements, copies)
-    probed = machine.probe(list(hosts), training.elements) if len(hosts) > 1 else None
+    probed = machine.probe(list(hosts), training.elements).link if len(hosts) > 1 else None
     for single in runs:
         link = given_link(single.bandwidth) if single.bandwidth else probed or Link(0.0, speeds.transport)
         situation = answer.situation_of(training, speeds, link, workers, per_host, usable_cores() / copies)
