@@ -511,6 +511,11 @@ def _divided_share(data: tf.data.Dataset, division: Division, steps: int, ahead:
     """Return a share with this rank's rows of each step; for `ahead` see `_bounds`."""
     passes = tf.Variable(-1, dtype=tf.int64, trainable=False)
     _shares.append(_Share(weakref.ref(passes), steps, division.total, 0))
+    spec = data.element_spec
+    absent = [type(part).__name__ == "NoneTensorSpec" for part in tf.nest.flatten(spec)]
+    if any(absent):
+        # TensorFlow has no windows of these.
+        data = data.map(lambda *parts: tuple(part for part in tf.nest.flatten(parts) if part is not None))
     # A window holds the samples themselves: only those of this rank are copied to a batch.
     windows = data.window(division.total, drop_remainder=True)
 
@@ -518,11 +523,16 @@ def _divided_share(data: tf.data.Dataset, division: Division, steps: int, ahead:
         first, rows = pair[0] % division.total, pair[1] - pair[0]
         return tf.data.Dataset.zip(tf.nest.map_structure(lambda d: d.skip(first).take(rows).batch(rows), window))
 
+    def whole(*parts: tf.Tensor) -> Structure:
+        present = iter(parts)
+        return tf.nest.pack_sequence_as(spec, [None if is_none else next(present) for is_none in absent])
+
     def share(_: tf.Tensor) -> tf.data.Dataset:
         ends = _bounds(division, tf.data.Dataset.range(steps), passes.assign_add(1), ahead)
         return tf.data.Dataset.zip((windows, ends)).flat_map(cut)
 
     dataset = tf.data.Dataset.range(1).flat_map(share)
+    dataset = dataset.map(whole) if any(absent) else dataset
     made = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
     set_batch_size(made, division.total // len(division.latest))
     return made
