@@ -31,6 +31,8 @@ _POSITIONS = 1 << 14
 # Steps whose rows a pipeline of TensorFlow divides at a time: a call of Python takes as long as a small step. Where
 # ranks may die it divides single steps, since the others take over the rows of those that are not divided yet.
 _AHEAD = 8
+# First steps of a pass that are divided one by one in any case.
+_SINGLE = 16
 # Size of the shuffle buffer, in elements, for a dataset of unknown or large size.
 _BUFFER = 10_000
 
@@ -405,7 +407,9 @@ def _bounds(division: Division, steps: tf.data.Dataset, epoch: tf.Tensor, ahead:
     def divided(epoch: np.ndarray, some: np.ndarray) -> np.ndarray:
         return np.array([division.bounds(int(epoch), int(step)) for step in some]) + some[:, None] * division.total
 
-    ends = steps.batch(ahead).map(lambda some: tf.numpy_function(divided, [epoch, some], tf.int64))
+    # The ranks first know their speeds after a few steps, and those that are drawn by then keep their rows.
+    several = steps.take(_SINGLE).batch(1).concatenate(steps.skip(_SINGLE).batch(ahead))
+    ends = several.map(lambda some: tf.numpy_function(divided, [epoch, some], tf.int64))
     return ends.map(lambda pairs: tf.ensure_shape(pairs, [None, 2])).unbatch()
 
 
