@@ -89,6 +89,14 @@ balance: rows(file)
 way | s, an epoch | ms a step | / even | ideal / it | rows of a step in the end | held-out loss | %
 {BALANCED[way]} | {short(seconds)} | {short(1e3 * settled)} | {bold(f"{settled / next(r['settled'] for r in every if r['way'] == way.removeprefix('balanced ')):.3f}") if "balanced" in way else ""} | {"" if way == "one process" else f"{ideal / settled:.2f}"} | {", ".join(map(str, rows_at_the_end))} | {loss:.4f} | {accuracy:.1f}
 
+spreads: spreads()
+workers | `AllReduce()`, even rows | `AllReduce()` | `Threshold()` | `Threshold(max_staleness="inf")` | `ParameterServer("colocated")` | simulated, even | simulated
+{spread} | {gained(row["all_reduce"])} | {gained(row["balanced all_reduce"])} | {gained(row.get("balanced threshold"))} | {gained(row["threshold:max_staleness=inf"])} | {gained(row["parameter_server:servers=colocated"])} | {short(row["all_reduce"]["simulated"])} | {short(row["balanced all_reduce"]["simulated"])}
+
+balance in time: together(rows("balance_time"), "data", "way")
+data | way | samples a second | % after 6 s | after 12 s | after 24 s
+{data} | {BALANCED[way]} | {short(median(samples))} | {deviation(at[0][1] for at in curve)} | {deviation(at[1][1] for at in curve)} | {deviation(at[2][1] for at in curve)}
+
 peers: rows("peers")
 backend | hosts | link | network | DataParallel or DDP, ms a step | `AllReduce()` | / peer | `Threshold()` | peer, s to the target | `Threshold()`, s | / peer
 {BACKENDS[backend]} | {hosts} | {LINKS[bandwidth]} | {MODELS[model]} | {short(peer_ms)} | {short(all_reduce_ms)} | {bold(f"{all_reduce_ms / peer_ms:.2f}")} | {short(threshold_ms)} | {short(peer_s)} | {short(threshold_s)} | {bold(f"{threshold_s / peer_s:.2f}")}
@@ -246,6 +254,7 @@ BALANCED = {
     "threshold": "`Threshold()`, even rows",
     "balanced threshold": "`Threshold()`",
     "threshold:max_staleness=inf": '`Threshold(max_staleness="inf")`',
+    "parameter_server:servers=colocated": '`ParameterServer("colocated")`',
 }
 WAYS = {
     "step": "`Threshold()`",
@@ -308,6 +317,11 @@ def deviation(values: Iterable[float]) -> str:
 def gradients(hidden: int) -> str:
     """Return the size of the gradients of the benchmarks' MLP."""
     return f"{float(f'{4e-6 * harness.parameters(hidden):.2g}'):g} MB"
+
+
+def gained(run: Row | None) -> str:
+    """Return samples a second, and the accuracy in brackets; nothing for a way that was not measured."""
+    return f"{short(run['samples'])} ({run['accuracy']:.1f})" if run else ""
 
 
 def only(values: Iterable[Any]) -> Any:
@@ -403,6 +417,17 @@ def predictions() -> list[Row]:
         row = dict(zip(("model", "hosts", "bandwidth", "strategy"), name.split(" ", 3), strict=True))
         found.append(row | {"measured_ms": 1e3 * case["measured"]["step"], "predicted_ms": 1e3 * case["predicted"]})
     return found
+
+
+def spreads() -> list[Row]:
+    """Return a row for each spread of the workers' speeds: its runs by way."""
+    found: dict[str, Row] = {}
+    ten_times = rows("balance_time", data="fashion-mnist", seed=0)
+    for run in rows("balance_spread") + rows("balance_jitter") + ten_times:
+        times, jitter = max(run["times"]), run["jitter"]
+        name = f"one {times:g} times slower" if times > 1 else f"equal, jitter {jitter:g}" if jitter else "equal"
+        found.setdefault(name, {"spread": name})[run["way"]] = run
+    return sorted(found.values(), key=lambda row: row["all_reduce"]["times"] + [row["all_reduce"]["jitter"]])
 
 
 def summary(file: str, model: str, bandwidth: str) -> list[Row]:

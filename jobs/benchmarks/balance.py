@@ -206,8 +206,8 @@ def train(setting: argparse.Namespace) -> harness.Row:
     def store() -> dict[str, float]:
         if len(watch.seconds) == _COMPILING:
             stored.start = time.perf_counter()
-        elif setting.seconds and hvdx.rank() == 0 and not is_over():
-            stored.store()
+        if setting.seconds and hvdx.rank() == 0 and not is_over():
+            stored.store(at_once=not stored.copies)
         return {}
 
     watch = harness.StepWatch(_COMPILING, store)

@@ -356,7 +356,7 @@ def _ms(seconds: float) -> str:
 CHART = (
     ("one worker is done soon enough, or a larger batch does not save steps", "none: train on one worker"),
     (
-        "some workers are often slower than others",
+        "workers are much slower in some steps, each in others",
         'ParameterServer("colocated"), or Threshold(max_staleness="inf")',
     ),
     ("x < 0.1", "AllReduce()"),
