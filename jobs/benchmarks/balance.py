@@ -107,7 +107,7 @@ def figures(case: harness.Row, shared: harness.Row) -> harness.Row:
     bandwidth = shared["bandwidth"] if size > 1 else ""
     ranks = harness.launch(__file__, case | shared, size, bandwidth, limit=1800, env=one).ranks
     seconds = shared["seconds"] or max(sum(rank["steps"]) for rank in ranks)
-    if sum(ranks[0]["steps"]) < seconds:
+    if sum(ranks[0]["steps"]) < shared["seconds"]:
         sys.exit(f"{case['way']}: {shared['steps']} steps took less than {seconds:g} s. Do: give more --steps.")
     settled = [rank["steps"][_SETTLED:] for rank in ranks]
     # Asynchronous workers take different numbers of steps.
