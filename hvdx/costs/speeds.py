@@ -21,9 +21,9 @@ _WINDOW, _INTERVAL = 5, 0.2
 _APART = 0.1
 # Share of a step's seconds that a division has to save: the first one, which all ranks trace anew, and later ones.
 _FIRST_GAIN, _GAIN = 0.1, 0.04
-# The first division needs its gain in two windows in a row, or in one window if the gain is three times the least one.
-# A gain is at least two standard errors of the slowest rank's seconds, so noise alone moves no rows.
-_CERTAIN, _PLAIN, _ERRORS = 2, 3.0, 2.0
+# A division of one window has to save as much in the next window too, where noise has moved on, unless it saves three
+# times the least gain. A gain is at least two standard errors of the slowest rank's seconds.
+_PLAIN, _ERRORS = 3.0, 2.0
 # Standard error of the median of normal numbers, times the root of their count: a multiple of the quartiles' distance.
 _ERROR_OF_MEDIAN = 0.93
 # Seconds of computing in a step, at least.
@@ -186,7 +186,7 @@ class Balancer:
         self._measured = Measured()
         self._calls, self._due, self._cold = 0, _WARM_UP + _WINDOW, _WARM_UP
         self._steps: list[float] = []
-        self._certain = 0
+        self._before: list[int] | None = None
         self.speeds: list[Speed] = []
 
     @property
@@ -239,12 +239,13 @@ class Balancer:
         wanted = divided(self._total, self.speeds, self._least, most)
         seconds = [speed.seconds(r) for speed, r in zip(self.speeds, rows, strict=True)]
         gain = max(seconds) - slowest(self.speeds, wanted)
+        confirmed = 0.0 if self._before is None else max(seconds) - slowest(self.speeds, self._before)
         error = everyone[seconds.index(max(seconds))].error
         least = max((_FIRST_GAIN if first else self._gain) * step, _ERRORS * error)
-        self._certain = self._certain + 1 if gain > least else 0
-        if self._certain < (_CERTAIN if first and gain < _PLAIN * least else 1):
+        self._before = wanted
+        if min(gain, confirmed) <= least and gain < _PLAIN * least:
             return None
-        self._certain = 0
+        self._before = None
         if first:
             self._cold = _WARM_UP
         return wanted
