@@ -233,6 +233,7 @@ class Balancer:
         self.speeds = [told.speed for told in everyone if told.speed is not None]
         most = [told.most for told in everyone]
         if sum(rows) < self._total or any(r > m for r, m in zip(rows, most, strict=True)):
+            self._before = None
             return divided(self._total, [Speed(0.0, 1 / r) for r in rows], most=most)
         if len(self.speeds) < len(everyone) or not step:
             return None

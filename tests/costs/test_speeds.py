@@ -71,6 +71,17 @@ def test_a_rank_that_dies_or_has_too_many_rows_gives_them_to_the_others_at_once(
     assert balancer.decide(told, [40, 20, 36], False) is None
 
 
+def test_a_rank_that_dies_between_two_windows_leaves_no_division_behind():
+    balancers, rows = [Balancer(96) for _ in range(3)], [32, 32, 32]
+    for living in (3, 3, 2, 2):
+        for _ in range(8):
+            for rank, balancer in enumerate(balancers[:living]):
+                balancer.add(rows[rank], (0.9, 1.0, 1.1)[rank], 1.1)
+        told = [b.tell() for b in balancers[:living]]
+        rows = balancers[0].decide(told, rows[:living], True) or rows
+    assert (len(rows), sum(rows)) == (2, 96)
+
+
 def test_equal_ranks_keep_their_rows_whatever_the_noise():
     for seed in range(20):
         _, rows = trained(lambda _: [1.0] * 4, 400, noise=0.1, seed=seed)
