@@ -209,7 +209,7 @@ keras.utils.set_random_seed(0)
 x, y = np.random.default_rng(7).normal(size=(240, 6)).astype("float32"), np.arange(240, dtype="float32") / 240
 model = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
 model.compile(keras.optimizers.SGD(0.01), "mse")
-train, comm = hvdx.shard((x, y), global_batch_size=8), start()
+train, comm = hvdx.shard((x, y), 4), start()
 me = comm.rank
 
 class Deaths(keras.callbacks.Callback):

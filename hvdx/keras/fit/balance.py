@@ -145,12 +145,14 @@ class Balance(Part):
             mine = (division.rank, division.hold(), self._balancer.tell(self._most(division)))
             places, held, told = zip(*self._comm.all_gather_object(mine, "the speeds of the ranks"), strict=True)
             self._dealt = self._comm.recoveries
-            wanted = self._balancer.decide(told, [division.latest[place] for place in places], even)
+            present = [division.latest[place] for place in places]
+            wanted = self._balancer.decide(told, present, even)
             if wanted is None:
                 return
-            if even:
-                self._say(wanted, len(places) < len(division.latest))
-                self._weigh()
+            after_death = sum(present) < division.total
+            if even or after_death:
+                self._say(wanted, after_death)
+            self._weigh()
             dealt = dict(zip(places, wanted, strict=True))
             by_place = [dealt.get(place, 0) for place in range(len(division.latest))]
             division.change(max(held), by_place)
