@@ -1,16 +1,16 @@
 # The signal came before the launcher started: give the launcher a second to start listening, and pass the signal on.
 if [ -n "$signalled" ]; then sleep 1; pass_on; fi
 
-# A signal ends `wait` early with a code above 128, while the launcher still runs: wait again for the launcher's code.
-signalled=''
+# A signal ends `wait` early with a code above 128, while the launcher still runs: wait again for the launcher's code. A
+# second signal that comes before the first is passed on ends it too, but calls nothing.
 wait "$launcher"
 code=$?
-while [ -n "$signalled" ] && [ "$code" -gt 128 ]; do
-    signalled=''
+while [ "$code" -gt 128 ]; do
     wait "$launcher" 2>/dev/null
     again=$?
     # 127: the launcher had ended already, so the previous code was its own.
-    if [ "$again" -ne 127 ]; then code=$again; fi
+    if [ "$again" -eq 127 ] || { [ "$again" -eq "$code" ] && ! kill -0 "$launcher" 2>/dev/null; }; then break; fi
+    code=$again
 done
 trap '' USR1 @{ends} # the launcher has ended; this shell must still report the result
 
