@@ -30,7 +30,7 @@ class Replica(Protocol):
     slots: list[np.ndarray]
 
     def gradients(self, rows: int) -> list[np.ndarray]:
-        """Return the gradients of this rank's next rows, which weigh as many as they are: an even share weighs 1."""
+        """Return the mean gradients of this rank's next rows, times their number divided by that of an even share."""
 
     def updates(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the changes of the weights that SGD with momentum makes of gradients; valid until the next call."""

@@ -89,7 +89,7 @@ def link_command(elements: int) -> list[str]:
 
 
 class Probed(NamedTuple):
-    """What ranks on several hosts have measured.
+    """Link and speeds of several hosts.
 
     Attributes:
         link: link between the hosts.

@@ -13,7 +13,7 @@ from hvdx.keras.backends import stepped
 from hvdx.keras.fit import data
 from hvdx.keras.fit.attachment import Attachment
 from hvdx.keras.fit.batches import in_step
-from hvdx.keras.fit.divisions import Division
+from hvdx.keras.fit.divisions import Division, Position
 from hvdx.keras.fit.part import Part
 from hvdx.keras.fit.recording import Recording
 from hvdx.keras.seams.frames import epoch_iterator
@@ -71,20 +71,18 @@ class Balance(Part):
             self._division = None
         if self._division is not None:
             self._division.begin()
-            self._keep_below(offered)
+            self._keep_below(self._division, offered)
             if not self._division.is_even:
                 # A checkpoint was restored after the batches were compared.
                 self._weigh()
             self._begin_measuring(self._division)
 
-    def _keep_below(self, most: Sequence[int]) -> None:
+    def _keep_below(self, division: Division, most: Sequence[int]) -> None:
         """Begin with other rows if some ranks may not have as many."""
-        assert self._division is not None
-        latest = self._division.latest
+        latest = division.latest
         if len(most) == len(latest) and any(r > m for r, m in zip(latest, most, strict=True)):
-            rows = divided(self._division.total, [Speed(0.0, 1.0)] * len(most), most=most)
-            self._division.change(self._division.hold(), rows)
-            self._recording.divide(self._division.history[-1][0], rows)
+            rows = divided(division.total, [Speed(0.0, 1.0)] * len(most), most=most)
+            self._change(division, division.hold(), rows)
             if not self._comm.rank:
                 _log.info(f"max_batch: of the {sum(rows)} rows of a step, the workers take {_listed(rows)}.")
 
@@ -155,10 +153,13 @@ class Balance(Part):
             self._weigh()
             dealt = dict(zip(places, wanted, strict=True))
             by_place = [dealt.get(place, 0) for place in range(len(division.latest))]
-            division.change(max(held), by_place)
-            self._recording.divide(max(held), by_place)
+            self._change(division, max(held), by_place)
         finally:
             division.release()
+
+    def _change(self, division: Division, position: Position, rows: Sequence[int]) -> None:
+        division.change(position, rows)
+        self._recording.divide(position, rows)
 
     def _most(self, division: Division) -> int:
         """Return the most rows that this rank may have, by `max_batch` and by its GPU's memory."""

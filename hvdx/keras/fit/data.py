@@ -384,10 +384,9 @@ def _shard_arrays(
             return numbered.map(
                 lambda step: batch_of(*even(step, rank, size), epoch), num_parallel_calls=2, deterministic=True
             )
-        ends = _bounds(division, numbered, epoch, ahead)
+        ends = _bounds(division, numbered, epoch, place)
         return ends.map(lambda pair: batch_of(pair[0], pair[1], epoch), num_parallel_calls=2, deterministic=True)
 
-    ahead = 1 if place.changes else _AHEAD
     dataset = tf.data.Dataset.range(1).flat_map(epoch_of)
     if is_fixed:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
@@ -397,12 +396,9 @@ def _shard_arrays(
     return made
 
 
-def _bounds(division: Division, steps: tf.data.Dataset, epoch: tf.Tensor, ahead: int) -> tf.data.Dataset:
-    """Return the first of this rank's samples in each step, counted from the first step on, and the one after its last.
-
-    Args:
-        ahead: number of steps that are divided at a time.
-    """
+def _bounds(division: Division, steps: tf.data.Dataset, epoch: tf.Tensor, place: _Place) -> tf.data.Dataset:
+    """Return the first of this rank's samples in each step, counted over all steps, and the one after its last."""
+    ahead = 1 if place.changes else _AHEAD
 
     def divided(epoch: np.ndarray, some: np.ndarray) -> np.ndarray:
         return np.array([division.bounds(int(epoch), int(step)) for step in some]) + some[:, None] * division.total
@@ -484,7 +480,7 @@ def _shard_dataset(
             )
         data = data.take(count // per_step * per_step)
     if division is not None:
-        return _divided_share(data, division, steps or count // per_step, 1 if place.changes else _AHEAD)
+        return _divided_share(data, division, steps or count // per_step, place)
     if place.changes:
         return _changing_share(
             data, place, batch, drop_remainder, steps or (count // per_step if drop_remainder else 0)
@@ -511,8 +507,8 @@ def _changing_share(
     return (dataset.apply(tf.data.experimental.assert_cardinality(steps)) if steps else dataset).prefetch(2)
 
 
-def _divided_share(data: tf.data.Dataset, division: Division, steps: int, ahead: int) -> tf.data.Dataset:
-    """Return a share with this rank's rows of each step; for `ahead` see `_bounds`."""
+def _divided_share(data: tf.data.Dataset, division: Division, steps: int, place: _Place) -> tf.data.Dataset:
+    """Return a share with this rank's rows of each step."""
     passes = tf.Variable(-1, dtype=tf.int64, trainable=False)
     _shares.append(_Share(weakref.ref(passes), steps, division.total, 0))
     spec = data.element_spec
@@ -532,7 +528,7 @@ def _divided_share(data: tf.data.Dataset, division: Division, steps: int, ahead:
         return tf.nest.pack_sequence_as(spec, [None if is_none else next(present) for is_none in absent])
 
     def share(_: tf.Tensor) -> tf.data.Dataset:
-        ends = _bounds(division, tf.data.Dataset.range(steps), passes.assign_add(1), ahead)
+        ends = _bounds(division, tf.data.Dataset.range(steps), passes.assign_add(1), place)
         return tf.data.Dataset.zip((windows, ends)).flat_map(cut)
 
     dataset = tf.data.Dataset.range(1).flat_map(share)

@@ -153,11 +153,14 @@ class _Batches:
         """Return one part of the samples at some positions; a part that is read again is of new samples."""
         with self._lock:
             key = at.tobytes()
-            if number not in self._waiting.get(key, {}):
-                self._waiting[key] = dict(enumerate(self._read(at)))
-            found = self._waiting[key].pop(number)
-            if not self._waiting[key] or len(self._waiting) > _BATCHES:
-                del self._waiting[next(iter(self._waiting)) if self._waiting[key] else key]
+            columns = self._waiting.pop(key, {})
+            if number not in columns:
+                columns = dict(enumerate(self._read(at)))
+            found = columns.pop(number)
+            if columns:
+                self._waiting[key] = columns
+            if len(self._waiting) > _BATCHES:
+                del self._waiting[next(iter(self._waiting))]
             return found
 
     def _read(self, at: np.ndarray) -> list[np.ndarray]:
