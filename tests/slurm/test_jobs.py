@@ -1,5 +1,6 @@
 """Scripts of `hvdx job slurm` on a real Slurm: time limit, lost node, early signal, job array."""
 
+import re
 import shlex
 import sys
 import time
@@ -106,7 +107,8 @@ def test_job_without_environment_in_another_folder_survives_an_early_signal(clus
     until(lambda: len(list(tmp_path.glob("begun-*.txt"))) == RANKS)
     cluster.ask("scancel", "--batch", "--signal=USR1", str(number))
     assert cluster.wait(number, timeout=180) == "COMPLETED", output(tmp_path)
-    assert "after USR1 (exit code 138)" in output(tmp_path)
+    # 138: the signal ended both ranks. 143: it ended one, and srun terminated the other before its signal came.
+    assert re.search(r"after USR1 \(exit code (138|143)\)", output(tmp_path)), output(tmp_path)
     assert cluster.show(number)["Restarts"] == "1"
     assert weights(tmp_path) == straight
 
