@@ -347,7 +347,7 @@ def a_checkpoint_resumes() -> None:
 
 @check
 def a_slow_worker_takes_fewer_rows_of_the_same_step() -> None:
-    comm, rows = world.start(), 16
+    comm, rows = world.start(), 17
     sizes: list[int] = []
 
     def shared(words: np.ndarray, y: np.ndarray, strategy: str) -> object:

@@ -8,13 +8,13 @@
     python jobs/benchmarks/balance.py --bandwidth 100mbit --json balance.json
     python jobs/benchmarks/balance.py --seconds 20 --pause 1.5 --steps 480 --data digits --seeds 0,1,2
 
-Workers train a dense network, with SGD and momentum. In each step a worker sleeps for 4 ms (--pause) for each of its
-rows, times its number in --times, and a random factor if there is --jitter: this stands for computing. "Ideal" is the
-time in which all workers would do the rows of a step together if their speeds added up, and nothing else took time.
-Seconds are those of the epoch, and milliseconds those of a step after the first thirty. Samples a second are those of
-all workers in the second half of the time; beside them stand those of `hvdx simulate --balance` for the same pauses,
-where nothing else takes time. A way is a strategy, with "balanced" before it if the rows follow the speeds; "one
-process" takes the same steps alone.
+Workers train a dense network with SGD and momentum, or the transformer on text with AdamW. In each step a worker sleeps
+for 4 ms (--pause) for each of its rows, times its number in --times, and a random factor if there is --jitter: this
+stands for computing. "Ideal" is the time in which all workers would do the rows of a step together if their speeds
+added up, and nothing else took time. Seconds are those of the epoch, and milliseconds those of a step after the first
+thirty. Samples a second are those of all workers in the second half of the time; beside them stand those of `hvdx
+simulate --balance` for the same pauses, where nothing else takes time. A way is a strategy, with "balanced" before it
+if the rows follow the speeds; "one process" takes the same steps alone.
 
 With --seconds each way has the same time: worker 0 stores its weights, which are evaluated after the training, and loss
 and accuracy are those after a quarter, a half, and all of the seconds. The rest of the epoch has no pauses. Seconds
@@ -36,11 +36,15 @@ import numpy as np
 from hvdx.costs.model import Situation
 from hvdx.costs.types import Link
 from hvdx.jobs.benchmarks import harness
+from hvdx.jobs.benchmarks.accuracy import held_out_windows
+from hvdx.jobs.data import Data, load, load_text
+from hvdx.jobs.language_model import windows
 from hvdx.simulation.training import Setting, simulate
 from hvdx.simulation.workloads import Made
 from hvdx.strategies import parse
 
 if TYPE_CHECKING:
+    import keras
     import tensorflow as tf
 
 _BALANCED = "balanced "
@@ -75,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--times", default="1,1,1,10", metavar="X,...;...", help="slowness of each worker")
     add("--jitter", type=harness.several(float), default="0", metavar="S,...", help="spread of a pause's logarithm")
     add("--ways", type=harness.several(str), default=_WAYS, metavar="WAY,...", help="compared ways")
-    add("--data", type=harness.several(str), default="fashion-mnist", metavar="NAME,...", help="or digits")
+    add("--data", type=harness.several(str), default="fashion-mnist", metavar="NAME,...", help="or digits, or text")
     add("--bandwidth", default="", metavar="RATE", help="give each worker an emulated host with a link of this rate")
     add("--rows", type=int, default=24, help="rows of a step for each worker, on average")
     add("--pause", type=float, default=4.0, metavar="MS", help="sleep for a row of a worker of slowness 1")
@@ -154,19 +158,32 @@ def simulated(case: harness.Row, shared: harness.Row) -> float | None:
     return float(rows * size) / simulate(strategy, setting, Made(1000, batch=rows)).seconds
 
 
+def problem(name: str) -> tuple[keras.Model, keras.optimizers.Optimizer, Data]:
+    """Return a network that is not trained, its optimizer, and the data."""
+    import keras
+
+    if name == "text":
+        network, text = harness.transformer(0.001), load_text()
+        held_out = held_out_windows(text.held_out)
+        return network, network.optimizer, Data(name, *windows(text.train, harness.CONTEXT), *held_out)
+    loaded = load(name)
+    inputs = keras.Input(loaded.train_x.shape[1:])
+    hidden = keras.layers.Dense(64, "relu")(keras.layers.Flatten()(inputs))
+    return keras.Model(inputs, keras.layers.Dense(10)(hidden)), keras.optimizers.SGD(0.05, momentum=0.9), loaded
+
+
 def train(setting: argparse.Namespace) -> harness.Row:
     """Train, and return the figures of this worker."""
     import keras
     import tensorflow as tf
 
     import hvdx
-    from hvdx.jobs.data import load
 
     alone = setting.way == "one process"
     strategy = setting.way.removeprefix(_BALANCED)
     hvdx.init(strategy=None if alone else strategy)
-    loaded = load(setting.data)
     keras.utils.set_random_seed(setting.seed)
+    network, optimizer, loaded = problem(setting.data)
     sizes: list[int] = []
     random = np.random.default_rng([setting.seed, hvdx.rank()])
 
@@ -189,11 +206,9 @@ def train(setting: argparse.Namespace) -> harness.Row:
             x = tf.ensure_shape(tf.numpy_function(pause, [data[0]], data[0].dtype), data[0].shape)
             return super().train_step((x, *data[1:]))
 
-    inputs = keras.Input(loaded.train_x.shape[1:])
-    hidden = keras.layers.Dense(64, "relu")(keras.layers.Flatten()(inputs))
-    model = Pausing(inputs, keras.layers.Dense(10)(hidden))
+    model = Pausing(network.inputs, network.outputs[0])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["accuracy"])
+    model.compile(optimizer, loss, metrics=["accuracy"])
     together = setting.rows * len(setting.times)
     data = hvdx.shard(
         (loaded.train_x, loaded.train_y),

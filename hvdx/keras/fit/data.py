@@ -17,7 +17,7 @@ from hvdx.keras.backend import is_a, is_dataset, tf
 from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
 from hvdx.keras.fit.array_batches import ArrayBatches, loses_one, shuffled
-from hvdx.keras.fit.divisions import Division, Position
+from hvdx.keras.fit.divisions import Division, Position, even
 from hvdx.keras.joining import join
 from hvdx.keras.seams.frames import is_build
 from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, keeps_steps, set_batch_size
@@ -148,7 +148,8 @@ def shard(
             NumPy arrays of 64 MiB or more are not copied, and a `numpy.memmap` stays in its file: do not change them.
         batch_size: samples a step on this rank; required for arrays. For a dataset, None leaves its elements as they
             are, and each element is a step.
-        global_batch_size: samples a step on all ranks together, in place of `batch_size`; a multiple of their number.
+        global_batch_size: samples a step on all ranks together, in place of `batch_size`. With full steps and
+            balance="auto" any number; some ranks then take one sample more. Else a multiple of the number of ranks.
         validation_split: share of the arrays, above 0 and below 1, that is for validation. As in `fit`, it is the last
             part of them, before they are shuffled.
         shuffle: draw a new order each epoch. For a dataset, a number is the size of the shuffle buffer (by default
@@ -191,6 +192,12 @@ def shard(
     compared = size == joined.size > 1
     whole = drop_remainder and (not dealt or isinstance(balance, str))
     division = _division(balance, global_batch_size if whole else None, rank, size, compared, max_batch)
+    if division is None and global_batch_size is not None and global_batch_size % size and not joined.recoveries:
+        below, above = global_batch_size // size * size, -(-global_batch_size // size) * size
+        raise ConfigError(
+            f"shard: global_batch_size: expected a multiple of the {size} ranks, got {global_batch_size}. Do: give "
+            f'{below} or {above}, or leave out balance="off" and drop_remainder=False.'
+        )
     in_pipeline = is_a(data, "data.Dataset") or backend.name() == "tensorflow"
     place = _Place.of(rank, size, in_pipeline) if dealt else _Place(rank, size)
 
@@ -236,12 +243,9 @@ def _batch(batch_size: int | None, global_batch_size: int | None, max_batch: int
         return None if batch_size is None else int(batch_size)
     if batch_size is not None:
         raise ConfigError("shard: expected batch_size or global_batch_size, got both. Leave one out.")
-    if global_batch_size % size:
-        below, above = global_batch_size // size * size, -(-global_batch_size // size) * size
-        choice = f"{below} or {above}" if below else f"{above}"
+    if global_batch_size < size:
         raise ConfigError(
-            f"shard: global_batch_size: expected a multiple of the {size} ranks, got {global_batch_size}. Do: give "
-            f"{choice}."
+            f"shard: global_batch_size: expected {size} or more, a sample for each rank, got {global_batch_size}."
         )
     return int(global_batch_size) // size
 
@@ -262,26 +266,26 @@ def _division(
             'shard: max_batch: expected global_batch_size=, full steps and balance="auto" beside it, got others. Do: '
             "give them, and leave drop_remainder out."
         )
-    if balance == "off" or (balance == "auto" and (total is None or not measured)):
+    if balance == "off" or (balance == "auto" and (total is None or not (measured or total % size))):
         return None
     if total is None and not isinstance(balance, str):
         raise ConfigError(
             "shard: balance: expected global_batch_size= and full steps beside changes, got others. Do: give "
             "it, leave drop_remainder out, and start without --survive."
         )
-    even = [(total or 0) // size] * size
+    rows = even(total or size, size)
     if balance == "auto":
-        return Division(even, rank, most=most)
+        return Division(rows, rank, most=most)
     try:
         changes = [((int(at[0]), int(at[1])), [int(r) for r in rows]) for at, rows in balance]  # type: ignore[attr-defined]
     except (TypeError, ValueError, IndexError):
         changes = [((0, 0), [])]
     if any(len(rows) != size or sum(rows) != total or min(rows) < 1 for _, rows in changes):
         raise ConfigError(
-            f'shard: balance: expected "auto", "off", or pairs such as ((0, 100), {even}) of an order and a step, and '
-            f"rows of {size} ranks that add up to {total}; got {balance!r}."
+            f'shard: balance: expected "auto", "off", or pairs such as ((0, 100), {[*rows]}) of an order and a step, '
+            f"and rows of {size} ranks that add up to {total}; got {balance!r}."
         )
-    return Division(even, rank, sorted(changes))
+    return Division(rows, rank, sorted(changes))
 
 
 def division_in(dataset: object) -> Division | None:
@@ -305,18 +309,17 @@ def _shard_arrays(
     division: Division | None,
 ) -> Share:
     count = arrays.length_of(tensors)
-    whole = batch * size
+    whole = batch * size if division is None else division.total
     possible = count // whole if drop_remainder else _steps_with_remainder(count, batch, rank, size)
     if drop_remainder and not possible:
         raise ConfigError(
-            f"shard: expected {whole} samples or more, for one step of {batch} on each of {size} ranks, got {count}. "
+            f"shard: expected {whole} samples or more, for one step of {size} ranks, got {count}. "
             "Use a smaller batch_size, fewer ranks or drop_remainder=False."
         )
     steps = possible if steps is None else steps
     if drop_remainder and not 0 < steps <= possible:
         raise ConfigError(
-            f"shard: steps: expected 1 to {possible}, the steps of {count} samples on {size} ranks times {batch}, got "
-            f"{steps}."
+            f"shard: steps: expected 1 to {possible}, the steps of {count} samples, {whole} in each, got {steps}."
         )
     # Otherwise the ranks that are left when a pass begins decide on its length.
     is_fixed = drop_remainder or not place.changes
@@ -358,7 +361,7 @@ def _shard_arrays(
         low, high = _even(min(whole, count - (steps - 1) * whole), rank, size)
         return ArrayBatches(tensors, positions, known, batch, high - low)
 
-    def even(step: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def ends_of(step: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         begin = step * batch * size
         low, high = _even(tf.minimum(tf.cast(batch * size, tf.int64), count - begin), rank, size)
         return begin + low, begin + high
@@ -382,7 +385,7 @@ def _shard_arrays(
         numbered = tf.data.Dataset.range(taken)
         if division is None:
             return numbered.map(
-                lambda step: batch_of(*even(step, rank, size), epoch), num_parallel_calls=2, deterministic=True
+                lambda step: batch_of(*ends_of(step, rank, size), epoch), num_parallel_calls=2, deterministic=True
             )
         ends = _bounds(division, numbered, epoch, place)
         return ends.map(lambda pair: batch_of(pair[0], pair[1], epoch), num_parallel_calls=2, deterministic=True)
@@ -461,7 +464,7 @@ def _shard_dataset(
             "shard: the size of the dataset is unknown, so the ranks might take different numbers of steps. Give "
             "steps=, the steps an epoch on each rank."
         )
-    per_step = size * (batch or 1)
+    per_step = size * (batch or 1) if division is None else division.total
     if shuffle:
         buffer = shuffle if shuffle is not True else min(count, _BUFFER) if count > 0 else _BUFFER
         _seeds.append(tuple(tf.compat.v1.get_seed(seed)))
@@ -527,11 +530,13 @@ def _divided_share(data: tf.data.Dataset, division: Division, steps: int, place:
         present = iter(parts)
         return tf.nest.pack_sequence_as(spec, [None if is_none else next(present) for is_none in absent])
 
-    def share(_: tf.Tensor) -> tf.data.Dataset:
-        ends = _bounds(division, tf.data.Dataset.range(steps), passes.assign_add(1), place)
-        return tf.data.Dataset.zip((windows, ends)).flat_map(cut)
+    def ends_of_pass(_: tf.Tensor) -> tf.data.Dataset:
+        return _bounds(division, tf.data.Dataset.range(steps), passes.assign_add(1), place)
 
-    dataset = tf.data.Dataset.range(1).flat_map(share)
+    ends = tf.data.Dataset.range(1).flat_map(ends_of_pass)
+    # A shuffled dataset has a new order for each iterator that is made, and Keras makes one more than it reads. The
+    # windows are in no function, so that they are made with it, as on one process.
+    dataset = tf.data.Dataset.zip((windows, ends)).flat_map(cut)
     dataset = dataset.map(whole) if any(absent) else dataset
     made = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
     set_batch_size(made, division.total // len(division.latest))

@@ -16,6 +16,16 @@ Position = tuple[int, int]
 _FIRST: Position = (-1, -1)
 
 
+def even(total: int, size: int) -> tuple[int, ...]:
+    """Return the rows of each rank if all have as many, or some of them one more.
+
+    Example:
+        >>> even(32, 3)
+        (10, 11, 11)
+    """
+    return tuple(np.diff(np.arange(size + 1) * total // size).tolist())
+
+
 class Division:
     """Rows of each rank in a step, from some positions on; the pipelines that draw the samples ask it in each step.
 
@@ -92,7 +102,7 @@ class Division:
         with self._free:
             if (rank, size) == (self.rank, len(self._even)) and all(self.latest):
                 return
-            self.rank, self._even = rank, tuple(np.diff(np.arange(size + 1) * self.total // size).tolist())
+            self.rank, self._even = rank, even(self.total, size)
             self._changes, self._drawn = [(_FIRST, self._even)], _FIRST
 
     def rows_at(self, position: Position) -> tuple[int, ...]:
