@@ -93,8 +93,8 @@ spreads: spreads()
 workers | `AllReduce()`, even rows | `AllReduce()` | `Threshold()` | `Threshold(max_staleness="inf")` | `ParameterServer("colocated")` | simulated, even | simulated
 {spread} | {gained(row["all_reduce"])} | {gained(row["balanced all_reduce"])} | {gained(row.get("balanced threshold"))} | {gained(row["threshold:max_staleness=inf"])} | {gained(row["parameter_server:servers=colocated"])} | {short(row["all_reduce"]["simulated"])} | {short(row["balanced all_reduce"]["simulated"])}
 
-balance in time: together(rows("balance_time"), "data", "way")
-data | way | samples a second | % after 6 s | after 12 s | after 24 s
+balance in time: together([run for file in files for run in rows(file)], "data", "way")
+data | way | samples a second | % after {seconds / 4:g} s | after {seconds / 2:g} s | after {seconds:g} s
 {data} | {BALANCED[way]} | {short(median(samples))} | {deviation(at[0][1] for at in curve)} | {deviation(at[1][1] for at in curve)} | {deviation(at[2][1] for at in curve)}
 
 peers: rows("peers")
@@ -422,7 +422,7 @@ def predictions() -> list[Row]:
 def spreads() -> list[Row]:
     """Return a row for each spread of the workers' speeds: its runs by way."""
     found: dict[str, Row] = {}
-    ten_times = rows("balance_time", data="fashion-mnist", seed=0)
+    ten_times = [r for f in ("balance_time", "balance_threshold") for r in rows(f, data="fashion-mnist", seed=0)]
     for run in rows("balance_spread") + rows("balance_jitter") + ten_times:
         times, jitter = max(run["times"]), run["jitter"]
         name = f"one {times:g} times slower" if times > 1 else f"equal, jitter {jitter:g}" if jitter else "equal"

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--ways", type=harness.several(str), default=_WAYS, metavar="WAY,...", help="compared ways")
     add("--data", type=harness.several(str), default="fashion-mnist", metavar="NAME,...", help="or digits, or text")
     add("--bandwidth", default="", metavar="RATE", help="give each worker an emulated host with a link of this rate")
-    add("--rows", type=int, default=24, help="rows of a step for each worker, on average")
+    add("--batch", type=int, default=24, metavar="ROWS", help="rows of a step for each worker, on average")
     add("--pause", type=float, default=4.0, metavar="MS", help="sleep for a row of a worker of slowness 1")
     add("--steps", type=int, default=120, help="steps of each worker in an epoch")
     add("--seconds", type=float, default=0.0, metavar="S", help="compare the ways after this time")
@@ -97,7 +97,7 @@ def compare(options: argparse.Namespace) -> int:
     # Alone, without pauses, a process would have taken all steps long before the end of the seconds.
     ways = options.ways if options.seconds else ["one process", *options.ways]
     cases = product(options.data, spreads, options.jitter, options.seeds, ways)
-    shared = {name: getattr(options, name) for name in ("bandwidth", "rows", "pause", "steps", "seconds", "change")}
+    shared = {name: getattr(options, name) for name in ("bandwidth", "batch", "pause", "steps", "seconds", "change")}
     rows = (dict(zip(names, case, strict=True)) for case in cases)
     harness.run_cases(options.json, rows, lambda case: figures(case, shared), _COLUMNS, shared, resumes=True)
     return 0
@@ -120,7 +120,7 @@ def figures(case: harness.Row, shared: harness.Row) -> harness.Row:
     return {
         "samples": sum(rates),
         "simulated": simulated(case, shared),
-        "ideal": 1e-3 * shared["pause"] * shared["rows"] * len(case["times"]) / sum(1 / t for t in case["times"]),
+        "ideal": 1e-3 * shared["pause"] * shared["batch"] * len(case["times"]) / sum(1 / t for t in case["times"]),
         "seconds": seconds,
         "settled": max(fmean(steps) for steps in settled) if in_step else None,
         "rows_at_the_end": rows,
@@ -144,7 +144,7 @@ def simulated(case: harness.Row, shared: harness.Row) -> float | None:
     strategy = parse(case["way"].removeprefix(_BALANCED).replace("one process", "all_reduce"))
     if strategy.asynchronous or case["way"] == "one process":
         return None
-    size, rows = len(case["times"]), shared["rows"]
+    size, rows = len(case["times"]), shared["batch"]
     situation = Situation(size, (1000,), 1e-3 * shared["pause"] * rows, Link(0.0, math.inf), engine="mpi")
     setting = Setting(
         situation,
@@ -209,7 +209,7 @@ def train(setting: argparse.Namespace) -> harness.Row:
     model = Pausing(network.inputs, network.outputs[0])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
-    together = setting.rows * len(setting.times)
+    together = setting.batch * len(setting.times)
     data = hvdx.shard(
         (loaded.train_x, loaded.train_y),
         global_batch_size=together,

@@ -246,7 +246,7 @@ def run_cases(
         cases: what sets the cases apart; the first values of their rows.
         measure: returns the figures of a case.
         columns: columns of the table. A line of progress has the first two.
-        shared: what all rows share; written beside them.
+        shared: what all rows share, none of it named "rows"; written beside them.
         resumes: True to keep the rows that an earlier call has written, and to measure the other cases only.
     """
     rows = finished(path, **(shared or {})) if resumes else []

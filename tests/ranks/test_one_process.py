@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hvdx
 import hvdx.keras as hvd
+from hvdx.errors import ConfigError
 from tests.ranks import models
 
 STEPS, WORDS, WIDTH = 6, 7, 3
@@ -262,7 +263,9 @@ class Slow(keras.Model):
 @pytest.mark.parametrize("of", [tuple, tf.data.Dataset.from_tensor_slices])
 def test_a_slow_worker_takes_fewer_rows_of_the_same_step(of, capfd, monkeypatch):
     monkeypatch.setattr(Slow, "sizes", [])
-    data, together = rows(32 * 16), 16
+    # Of 17 rows, one rank has one more from the beginning.
+    together = 17 if of is tuple else 16
+    data = rows(32 * together)
     arrays = of((data["x"], data["targets"]))
     made = network("targets", kind=Slow)
     made.compile(SGD(), "mse")
@@ -278,6 +281,16 @@ def test_a_slow_worker_takes_fewer_rows_of_the_same_step(of, capfd, monkeypatch)
     plain.compile(SGD(), "mse")
     plain.fit(hvdx.shard(arrays, together, rank=0, size=1), verbose=0)
     models.assert_close(made, plain, tolerance=1e-5)
+
+
+def test_rows_that_ranks_do_not_divide_need_a_free_batch_size():
+    model = keras.Sequential([keras.Input((WIDTH,), batch_size=4), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = np.zeros((4 * hvdx.size() + 1, WIDTH), "float32"), np.zeros((4 * hvdx.size() + 1, 1), "float32")
+    share = hvdx.shard(data, global_batch_size=len(data[0]))
+    assert next(iter(share))[0].shape[0] == 4 + (hvdx.rank() == hvdx.size() - 1)
+    with pytest.raises(ConfigError, match=r'fixed batch size needs as many rows on all ranks.*balance="off"'):
+        model.fit(share, verbose=0, callbacks=[hvd.Distribute()])
 
 
 class Choosy(Step):

@@ -58,10 +58,11 @@ class Balance(Part):
         self._division = data.division_in(sampler_of(iterator) or dataset_of(iterator))
         shapes = [getattr(tensor, "shape", ()) for tensor in getattr(self.model, "inputs", None) or ()]
         free = all(shape[0] is None for shape in shapes if shape)
-        if self._division is not None and self._comm.survives and not free:
+        if self._division is not None and not free and (self._comm.survives or not self._division.is_even):
             raise ConfigError(
-                "fit: a model with a fixed batch size cannot take the rows of a worker that dies. Do: "
-                'hvdx.shard(..., balance="off"), or an Input without batch_size.'
+                "fit: a model with a fixed batch size needs as many rows on all ranks, and cannot take those of a rank "
+                "that dies. Do: an Input without batch_size; or a global_batch_size that is a multiple of the ranks, "
+                'with hvdx.shard(..., balance="off").'
             )
         return 0 if self._division is None or self._division.planned or not free else self._division.most
 
@@ -138,17 +139,17 @@ class Balance(Part):
 
     def _meet(self, division: Division) -> None:
         """Tell the others the speed of this rank, and divide the rows anew if that is worth it. Collective."""
-        even = self._attachment.plan.even
         try:
             mine = (division.rank, division.hold(), self._balancer.tell(self._most(division)))
             places, held, told = zip(*self._comm.all_gather_object(mine, "the speeds of the ranks"), strict=True)
             self._dealt = self._comm.recoveries
             present = [division.latest[place] for place in places]
-            wanted = self._balancer.decide(told, present, even)
+            first = len(division.history) == 1 and max(present) - min(present) <= 1
+            wanted = self._balancer.decide(told, present, first)
             if wanted is None:
                 return
             after_death = sum(present) < division.total
-            if even or after_death:
+            if first or after_death:
                 self._say(wanted, after_death)
             self._weigh()
             dealt = dict(zip(places, wanted, strict=True))

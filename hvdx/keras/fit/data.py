@@ -116,7 +116,8 @@ def deal(rank: int, size: int) -> None:
         for share in _living_shares()
     ]
     for division in divisions():
-        division.deal(rank, size)
+        if not division.planned:
+            division.deal(rank, size)
 
 
 def shard(
@@ -148,8 +149,9 @@ def shard(
             NumPy arrays of 64 MiB or more are not copied, and a `numpy.memmap` stays in its file: do not change them.
         batch_size: samples a step on this rank; required for arrays. For a dataset, None leaves its elements as they
             are, and each element is a step.
-        global_batch_size: samples a step on all ranks together, in place of `batch_size`. With full steps and
-            balance="auto" any number; some ranks then take one sample more. Else a multiple of the number of ranks.
+        global_batch_size: samples a step on all ranks together, in place of `batch_size`. If the ranks do not divide
+            them, some take one more, which `fit` weighs, and a loop with `hvdx.keras.count_samples`. A multiple of the
+            ranks with balance="off", and for a dataset with drop_remainder=False.
         validation_split: share of the arrays, above 0 and below 1, that is for validation. As in `fit`, it is the last
             part of them, before they are shuffled.
         shuffle: draw a new order each epoch. For a dataset, a number is the size of the shuffle buffer (by default
@@ -192,7 +194,10 @@ def shard(
     compared = size == joined.size > 1
     whole = drop_remainder and (not dealt or isinstance(balance, str))
     division = _division(balance, global_batch_size if whole else None, rank, size, compared, max_batch)
-    if division is None and global_batch_size is not None and global_batch_size % size and not joined.recoveries:
+    # Without a division, "off" keeps the samples of each rank, also after a death; others keep those of a step.
+    total = None if balance == "off" else global_batch_size
+    undivided = division is None and (total is None or is_dataset(data))
+    if undivided and global_batch_size is not None and global_batch_size % size and not joined.recoveries:
         below, above = global_batch_size // size * size, -(-global_batch_size // size) * size
         raise ConfigError(
             f"shard: global_batch_size: expected a multiple of the {size} ranks, got {global_batch_size}. Do: give "
@@ -203,7 +208,8 @@ def shard(
 
     def marked(share: Share, whole: tf.data.Dataset | Structure, shuffled: bool | int) -> Share:
         if compared:
-            shares.mark(share, whole, batch, shuffled, seed)
+            batches = {"batch_size": batch} if global_batch_size is None else {"global_batch_size": global_batch_size}
+            shares.mark(share, whole, batches, shuffled, seed)
         return share
 
     if is_dataset(data):
@@ -223,13 +229,13 @@ def shard(
         raise ConfigError("shard: batch_size: expected the samples a step on each rank, got None.")
     training, validation = (tensors, None) if validation_split is None else arrays.split(tensors, validation_split)
     own = _shard_arrays(
-        training, batch, bool(shuffle), seed, drop_remainder, steps, initial_epoch, place, rank, size, division
+        training, batch, total, bool(shuffle), seed, drop_remainder, steps, initial_epoch, place, rank, size, division
     )
     if division is not None:
         _divisions[own] = division
     if validation is None:
         return marked(own, training, shuffle)
-    held_out = _shard_arrays(validation, batch, False, seed, False, None, 0, place, rank, size, None)
+    held_out = _shard_arrays(validation, batch, total, False, seed, False, None, 0, place, rank, size, None)
     return marked(own, training, shuffle), marked(held_out, validation, False)
 
 
@@ -245,7 +251,8 @@ def _batch(batch_size: int | None, global_batch_size: int | None, max_batch: int
         raise ConfigError("shard: expected batch_size or global_batch_size, got both. Leave one out.")
     if global_batch_size < size:
         raise ConfigError(
-            f"shard: global_batch_size: expected {size} or more, a sample for each rank, got {global_batch_size}."
+            f"shard: global_batch_size: expected a sample for each of {size} ranks, got {global_batch_size}. Do: give "
+            f"{size} or more, or start fewer ranks."
         )
     return int(global_batch_size) // size
 
@@ -275,7 +282,8 @@ def _division(
         )
     rows = even(total or size, size)
     if balance == "auto":
-        return Division(rows, rank, most=most)
+        # A share of other ranks than those that train together never changes.
+        return Division(rows, rank, [] if measured else [((0, 0), rows)], most)
     try:
         changes = [((int(at[0]), int(at[1])), [int(r) for r in rows]) for at, rows in balance]  # type: ignore[attr-defined]
     except (TypeError, ValueError, IndexError):
@@ -298,6 +306,7 @@ def division_in(dataset: object) -> Division | None:
 def _shard_arrays(
     tensors: Structure,
     batch: int,
+    total: int | None,
     shuffle: bool,
     seed: int,
     drop_remainder: bool,
@@ -309,12 +318,16 @@ def _shard_arrays(
     division: Division | None,
 ) -> Share:
     count = arrays.length_of(tensors)
-    whole = batch * size if division is None else division.total
-    possible = count // whole if drop_remainder else _steps_with_remainder(count, batch, rank, size)
+
+    def rows_with(size: int | tf.Tensor) -> int | tf.Tensor:
+        return batch * size if total is None else total
+
+    whole = int(rows_with(size))
+    possible = count // whole if drop_remainder else _steps_with_remainder(count, whole, rank, size)
     if drop_remainder and not possible:
         raise ConfigError(
-            f"shard: expected {whole} samples or more, for one step of {size} ranks, got {count}. "
-            "Use a smaller batch_size, fewer ranks or drop_remainder=False."
+            f"shard: expected {whole} samples or more, for one step of {size} ranks, got {count}. Use a smaller batch, "
+            "fewer ranks or drop_remainder=False."
         )
     steps = possible if steps is None else steps
     if drop_remainder and not 0 < steps <= possible:
@@ -324,10 +337,11 @@ def _shard_arrays(
     # Otherwise the ranks that are left when a pass begins decide on its length.
     is_fixed = drop_remainder or not place.changes
     numpy = backend.name() != "tensorflow"
+    own = even(whole, size)[rank]
     epochs = Count() if numpy else tf.Variable(0, dtype=tf.int64, trainable=False)
     epochs.assign(initial_epoch - 1)
     if shuffle or division is not None:
-        _shares.append(_Share(weakref.ref(epochs), steps, whole, size if division is None else 0))
+        _shares.append(_Share(weakref.ref(epochs), steps, whole, size if total is None else 0))
     if numpy:
         together = -(-_POSITIONS // (batch if division is None else whole))
 
@@ -338,15 +352,15 @@ def _shard_arrays(
             if division is not None:
                 yield from divided(division, key)
                 return
-            taken = steps if is_fixed else int(_steps_of(count, batch, rank, size))
+            taken = steps if is_fixed else int(_steps_of(count, rows_with(size), rank, size))
             for first in range(0, taken, together):
                 at = [rows_of(step, rank, size) for step in range(first, min(first + together, taken))]
                 all_at = shuffled(np.concatenate(at), key, count) if shuffle else np.concatenate(at)
                 yield from np.split(all_at, np.cumsum([len(a) for a in at])[:-1])
 
         def rows_of(step: int, rank: int, size: int) -> np.ndarray:
-            begin = step * batch * size
-            low, high = _even(min(batch * size, count - begin), rank, size)
+            begin = step * rows_with(size)
+            low, high = _even(min(rows_with(size), count - begin), rank, size)
             return np.arange(begin + low, begin + high)
 
         def divided(division: Division, key: tuple[int, int]) -> Iterator[np.ndarray]:
@@ -359,11 +373,11 @@ def _shard_arrays(
 
         known = steps if is_fixed else None
         low, high = _even(min(whole, count - (steps - 1) * whole), rank, size)
-        return ArrayBatches(tensors, positions, known, batch, high - low)
+        return ArrayBatches(tensors, positions, known, own, high - low)
 
     def ends_of(step: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        begin = step * batch * size
-        low, high = _even(tf.minimum(tf.cast(batch * size, tf.int64), count - begin), rank, size)
+        begin = step * rows_with(size)
+        low, high = _even(tf.minimum(tf.cast(rows_with(size), tf.int64), count - begin), rank, size)
         return begin + low, begin + high
 
     def batch_of(low: tf.Tensor, high: tf.Tensor, epoch: tf.Tensor) -> Structure:
@@ -381,7 +395,7 @@ def _shard_arrays(
     def epoch_of(_: tf.Tensor) -> tf.data.Dataset:
         epoch = epochs.assign_add(1)
         rank, size = place.rank, place.size
-        taken = steps if is_fixed else _steps_of(count, batch, rank, size)
+        taken = steps if is_fixed else _steps_of(count, rows_with(size), rank, size)
         numbered = tf.data.Dataset.range(taken)
         if division is None:
             return numbered.map(
@@ -395,7 +409,7 @@ def _shard_arrays(
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
     made = untuned(dataset.prefetch(2))
     # TensorFlow does not know the length of the gathered rows; `batch_size` reads it here.
-    set_batch_size(made, batch)
+    set_batch_size(made, own)
     return made
 
 
@@ -433,15 +447,15 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def _steps_with_remainder(count: int, batch: int, rank: int, size: int) -> int:
+def _steps_with_remainder(count: int, whole: int, rank: int, size: int) -> int:
     """Return the number of steps of a rank if the samples of the last step are distributed evenly."""
     if count < size:
         raise ConfigError(f"shard: {count} samples for {size} ranks: expected at least one for each.")
-    return int(_steps_of(count, batch, rank, size))
+    return int(_steps_of(count, whole, rank, size))
 
 
-def _steps_of(count: int, batch: int, rank: int | tf.Tensor, size: int | tf.Tensor) -> int | tf.Tensor:
-    full, rest = count // (batch * size), count % (batch * size)
+def _steps_of(count: int, whole: int | tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> int | tf.Tensor:
+    full, rest = count // whole, count % whole
     low, high = _even(rest, rank, size)
     more = high > low
     return full + (tf.cast(more, tf.int64) if is_a(more, "Tensor") else int(more))
@@ -539,7 +553,7 @@ def _divided_share(data: tf.data.Dataset, division: Division, steps: int, place:
     dataset = tf.data.Dataset.zip((windows, ends)).flat_map(cut)
     dataset = dataset.map(whole) if any(absent) else dataset
     made = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(2)
-    set_batch_size(made, division.total // len(division.latest))
+    set_batch_size(made, division.latest[division.rank])
     return made
 
 

@@ -26,7 +26,7 @@ _PAIR = ["--split", "2", "--layers", "pair", "--data", "digits", "--width", "16"
 #: By benchmark: options, and attributes of its module in place of longer lists of cases.
 BENCHMARKS = {
     "accuracy": ("--models lm --strategies 1e-2 --seeds 1 --steps 2 --workers 2 --batch 2", {}),
-    "balance": ("--times 1,2 --jitter 0.1 --ways threshold --rows 4 --steps 9 --data digits", {"_SETTLED": 2}),
+    "balance": ("--times 1,2 --jitter 0.1 --ways threshold --batch 4 --steps 9 --data digits", {"_SETTLED": 2}),
     "batches": ("--rounds 1 --steps 5", {}),
     "checkpoint": ("--parameters 1000 --repeat 1", {}),
     "defaults": (

@@ -130,7 +130,7 @@ def test_position_in_a_share_is_known_while_an_older_share_is_collected():
             lambda: hvdx.shard(np.arange(8), global_batch_size=4, balance="off", rank=0, size=3),
             'multiple of the 3 ranks.*3 or 6, or leave out balance="off"',
         ),
-        (lambda: hvdx.shard(np.arange(8), global_batch_size=2, rank=0, size=3), "expected 3 or more"),
+        (lambda: hvdx.shard(np.arange(8), global_batch_size=2, rank=0, size=3), "3 ranks, got 2. Do: give 3 or"),
         (lambda: hvdx.shard(np.arange(8), 2, max_batch=1), "max_batch: expected global_batch_size="),
         (lambda: hvdx.shard(np.arange(8), 2, max_batch=0), "max_batch: expected an integer of 1 or more"),
         (lambda: hvdx.shard(tf.data.Dataset.range(8), 2, validation_split=0.5), "dataset.skip"),

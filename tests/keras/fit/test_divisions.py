@@ -95,6 +95,25 @@ def test_any_division_is_the_step_of_one_process(framework, shuffle, monkeypatch
         assert [np.concatenate(step).tolist() for step in steps] == [_first(b).tolist() for b in whole]
 
 
+@pytest.mark.parametrize("framework", ["tensorflow", "jax"])
+def test_a_batch_that_ranks_do_not_divide_keeps_every_sample(framework, monkeypatch):
+    monkeypatch.setattr(backend, "name", lambda: framework)
+    shares = [hvdx.shard(np.arange(23), global_batch_size=8, drop_remainder=False, rank=r, size=3) for r in range(3)]
+    whole = [_first(b).tolist() for b in hvdx.shard(np.arange(23), 8, drop_remainder=False, rank=0, size=1)]
+    steps = list(zip(*([_first(b) for b in share] for share in shares), strict=True))
+    assert [[len(b) for b in step] for step in steps] == [[2, 3, 3], [2, 3, 3], [2, 2, 3]]
+    assert [np.concatenate(step).tolist() for step in steps] == whole
+    assert [data.batch_size(share) for share in shares] == [2, 3, 3]
+
+
+def test_a_share_of_other_ranks_is_never_divided_anew():
+    share = hvdx.shard(np.arange(16), global_batch_size=8, rank=2, size=3)
+    division = data.division_in(share)
+    assert division is not None
+    data.deal(0, 1)
+    assert (division.planned, division.rank, division.latest) == (True, 2, (2, 3, 3))
+
+
 @pytest.mark.parametrize("balance", ["on", [((0, 0), [3, 3])], [((0, 0), [8, 0])], [(0, [4, 4])]])
 def test_a_wrong_balance_is_an_error(balance):
     with pytest.raises(ConfigError, match="shard: balance: expected"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hvdx.errors import ConfigError
@@ -69,7 +69,7 @@ def check_order(dataset: tf.data.Dataset) -> None:
 def mark(
     share: tf.data.Dataset | OwnBatches,
     data: tf.data.Dataset | Structure,
-    batch_size: int | None,
+    batch: Mapping[str, int | None],
     shuffle: bool | int,
     seed: int,
 ) -> None:
@@ -78,7 +78,8 @@ def mark(
     Args:
         share: dataset of this rank.
         data: arrays in any structure, or a dataset.
-        batch_size, shuffle, seed: arguments of `hvdx.shard`.
+        batch: the samples of a step, with the name of their argument of `hvdx.shard`.
+        shuffle, seed: arguments of `hvdx.shard`.
     """
     options: dict[str, object] = {"seed": seed, "shuffle": shuffle}
     if is_dataset(data):
@@ -86,7 +87,7 @@ def mark(
         handed = Handed(options, None, pipeline.order_of(data))
         generators.record(data)
     else:
-        handed = Handed(options | {"batch_size": batch_size}, sample(data), None)
+        handed = Handed({**options, **batch}, sample(data), None)
     setattr(share, _MARK, handed)
 
 
