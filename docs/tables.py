@@ -253,6 +253,8 @@ BALANCED = {
     "balanced all_reduce": "`AllReduce()`",
     "threshold": "`Threshold()`, even rows",
     "balanced threshold": "`Threshold()`",
+    "all_reduce:compression=bf16": '`AllReduce(compression="bf16")`, even rows',
+    "balanced all_reduce:compression=bf16": '`AllReduce(compression="bf16")`',
     "threshold:max_staleness=inf": '`Threshold(max_staleness="inf")`',
     "parameter_server:servers=colocated": '`ParameterServer("colocated")`',
 }
