@@ -17,6 +17,7 @@ from hvdx.keras.fit import arrays, metrics, replicas
 from hvdx.keras.fit.agreement import pipeline, shares
 from hvdx.keras.fit.array_batches import ArrayBatches
 from hvdx.keras.fit.data import Share, untuned
+from hvdx.keras.fit.divisions import even_part
 from hvdx.keras.joining import join
 from hvdx.keras.loops import flush_all
 from hvdx.keras.types import Arrays, Logs, LogValues
@@ -183,13 +184,13 @@ def _part(
                 f"{what}: expected a dataset of known size, got an unknown or infinite one. Do: "
                 "dataset.apply(tf.data.experimental.assert_cardinality(n))."
             )
-        begin, end = rank * count // size, (rank + 1) * count // size
+        begin, end = even_part(count, rank, size)
         part = data.skip(begin).take(end - begin)
         part = part if batch_size is None else part.batch(batch_size)
     else:
         tensors = arrays.tensors_of(data)
         count = arrays.length_of(tensors)
-        begin, end = rank * count // size, (rank + 1) * count // size
+        begin, end = even_part(count, rank, size)
         rows = batch_size or _BATCH_SIZE
         if backend.name() != "tensorflow":
             firsts = range(begin, end, rows)

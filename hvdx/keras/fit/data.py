@@ -17,7 +17,7 @@ from hvdx.keras.backend import is_a, is_dataset, tf
 from hvdx.keras.fit import arrays
 from hvdx.keras.fit.agreement import shares
 from hvdx.keras.fit.array_batches import ArrayBatches, loses_one, shuffled
-from hvdx.keras.fit.divisions import Division, Position, even
+from hvdx.keras.fit.divisions import Division, Position, even, even_part
 from hvdx.keras.joining import join
 from hvdx.keras.seams.frames import is_build
 from hvdx.keras.seams.pipelines import batch_size_of_dataset, dataset_before, keeps_steps, set_batch_size
@@ -116,8 +116,7 @@ def deal(rank: int, size: int) -> None:
         for share in _living_shares()
     ]
     for division in divisions():
-        if not division.planned:
-            division.deal(rank, size)
+        division.deal(rank, size)
 
 
 def shard(
@@ -352,15 +351,16 @@ def _shard_arrays(
             if division is not None:
                 yield from divided(division, key)
                 return
-            taken = steps if is_fixed else int(_steps_of(count, rows_with(size), rank, size))
+            of_all = int(rows_with(size))
+            taken = steps if is_fixed else int(_steps_of(count, of_all, rank, size))
             for first in range(0, taken, together):
-                at = [rows_of(step, rank, size) for step in range(first, min(first + together, taken))]
+                at = [rows_of(step, of_all, rank, size) for step in range(first, min(first + together, taken))]
                 all_at = shuffled(np.concatenate(at), key, count) if shuffle else np.concatenate(at)
                 yield from np.split(all_at, np.cumsum([len(a) for a in at])[:-1])
 
-        def rows_of(step: int, rank: int, size: int) -> np.ndarray:
-            begin = step * rows_with(size)
-            low, high = _even(min(rows_with(size), count - begin), rank, size)
+        def rows_of(step: int, of_all: int, rank: int, size: int) -> np.ndarray:
+            begin = step * of_all
+            low, high = even_part(min(of_all, count - begin), rank, size)
             return np.arange(begin + low, begin + high)
 
         def divided(division: Division, key: tuple[int, int]) -> Iterator[np.ndarray]:
@@ -372,12 +372,14 @@ def _shard_arrays(
                     yield of_all[low:high]
 
         known = steps if is_fixed else None
-        low, high = _even(min(whole, count - (steps - 1) * whole), rank, size)
+        low, high = even_part(min(whole, count - (steps - 1) * whole), rank, size)
         return ArrayBatches(tensors, positions, known, own, high - low)
 
-    def ends_of(step: tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        begin = step * rows_with(size)
-        low, high = _even(tf.minimum(tf.cast(rows_with(size), tf.int64), count - begin), rank, size)
+    def ends_of(
+        step: tf.Tensor, of_all: int | tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        begin = step * of_all
+        low, high = even_part(tf.minimum(tf.cast(of_all, tf.int64), count - begin), rank, size)
         return begin + low, begin + high
 
     def batch_of(low: tf.Tensor, high: tf.Tensor, epoch: tf.Tensor) -> Structure:
@@ -395,11 +397,14 @@ def _shard_arrays(
     def epoch_of(_: tf.Tensor) -> tf.data.Dataset:
         epoch = epochs.assign_add(1)
         rank, size = place.rank, place.size
-        taken = steps if is_fixed else _steps_of(count, rows_with(size), rank, size)
+        of_all = rows_with(size)
+        taken = steps if is_fixed else _steps_of(count, of_all, rank, size)
         numbered = tf.data.Dataset.range(taken)
         if division is None:
             return numbered.map(
-                lambda step: batch_of(*ends_of(step, rank, size), epoch), num_parallel_calls=2, deterministic=True
+                lambda step: batch_of(*ends_of(step, of_all, rank, size), epoch),
+                num_parallel_calls=2,
+                deterministic=True,
             )
         ends = _bounds(division, numbered, epoch, place)
         return ends.map(lambda pair: batch_of(pair[0], pair[1], epoch), num_parallel_calls=2, deterministic=True)
@@ -426,13 +431,6 @@ def _bounds(division: Division, steps: tf.data.Dataset, epoch: tf.Tensor, place:
     return ends.map(lambda pairs: tf.ensure_shape(pairs, [None, 2])).unbatch()
 
 
-def _even(
-    length: int | tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor
-) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-    """Return the first of a rank's rows, and the row after its last, if all ranks have as many: integers or tensors."""
-    return rank * length // size, (rank + 1) * length // size
-
-
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turn off TensorFlow's tuning of a dataset that has nothing to tune.
 
@@ -456,7 +454,7 @@ def _steps_with_remainder(count: int, whole: int, rank: int, size: int) -> int:
 
 def _steps_of(count: int, whole: int | tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor) -> int | tf.Tensor:
     full, rest = count // whole, count % whole
-    low, high = _even(rest, rank, size)
+    low, high = even_part(rest, rank, size)
     more = high > low
     return full + (tf.cast(more, tf.int64) if is_a(more, "Tensor") else int(more))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import numpy as np
+from hvdx.keras.backend import tf
 
 #: Number of an order of the samples, and number of a step in it.
 Position = tuple[int, int]
@@ -16,14 +16,27 @@ Position = tuple[int, int]
 _FIRST: Position = (-1, -1)
 
 
+def even_part(
+    length: int | tf.Tensor, rank: int | tf.Tensor, size: int | tf.Tensor
+) -> tuple[int | tf.Tensor, int | tf.Tensor]:
+    """Return the first of a rank's rows, and the row after its last, if all ranks have as many, or some one more.
+
+    Example:
+        >>> [even_part(32, rank, 3) for rank in range(3)]
+        [(0, 10), (10, 21), (21, 32)]
+    """
+    return rank * length // size, (rank + 1) * length // size
+
+
 def even(total: int, size: int) -> tuple[int, ...]:
-    """Return the rows of each rank if all have as many, or some of them one more.
+    """Return the rows of each rank in `even_part`.
 
     Example:
         >>> even(32, 3)
         (10, 11, 11)
     """
-    return tuple(np.diff(np.arange(size + 1) * total // size).tolist())
+    parts = (even_part(total, rank, size) for rank in range(size))
+    return tuple(int(end - begin) for begin, end in parts)
 
 
 class Division:
@@ -98,9 +111,12 @@ class Division:
             self._drawn, self._resumed = _FIRST, False
 
     def deal(self, rank: int, size: int) -> None:
-        """Deal the rows of the next pass evenly, if ranks have died or joined since the last time; all ranks do so."""
+        """Deal the rows of the next pass evenly, if ranks have died or joined since the last time; all ranks do so.
+
+        Nothing changes if the changes are known.
+        """
         with self._free:
-            if (rank, size) == (self.rank, len(self._even)) and all(self.latest):
+            if self.planned or ((rank, size) == (self.rank, len(self._even)) and all(self.latest)):
                 return
             self.rank, self._even = rank, even(self.total, size)
             self._changes, self._drawn = [(_FIRST, self._even)], _FIRST
